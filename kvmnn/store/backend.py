@@ -467,8 +467,8 @@ class StoreBackend(Protocol):
     def save_label(self, label: str, namespace: Namespace, ids: Ids) -> None:
         """Store the label of a sequence; replaces its label before."""
 
-    def has_label(self, namespace: Namespace, ids: Ids) -> bool:
-        """Return whether a sequence has a label."""
+    def get_label(self, namespace: Namespace, ids: Ids) -> str | None:
+        """Return the label of a sequence; None if it has none, or a damaged one."""
 
     def iter_labels(self) -> Iterator[tuple[str, StoredText]]:
         """Yield labels and their sequences; damaged ones are skipped."""

@@ -125,7 +125,7 @@ class PutResult(Record):
     removed_bytes: int = 0
     #: Time it took.
     seconds: float = 0.0
-    #: Why the sequence is not completely stored.
+    #: Why the sequence is not completely stored, what was rounded once more, and which label was replaced.
     notes: tuple[str, ...] = ()
     #: Whether that is because a remote store did not answer.
     outage: bool = False

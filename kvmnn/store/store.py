@@ -422,19 +422,20 @@ class PrefixStore:
         if label is not None:
             validate_session_name(label, "a label")
         put, namespace, ids = self._put(token_ids, layers, model, windows, states, attention)
-        self._save_label(label, put, namespace, ids, keep_label=keep_label)
-        return put
+        return self._save_label(label, put, namespace, ids, keep_label=keep_label)
 
     def _save_label(
         self, label: str | None, put: PutResult, namespace: Namespace, ids: Ids, *, keep_label: bool
-    ) -> None:
-        """Save the label of a sequence that is stored as a whole."""
-        if (
-            label is not None
-            and put.stored_tokens == ids.size
-            and not (keep_label and self._with_retry(lambda: self._backend.has_label(namespace, ids)))
-        ):
-            self._with_retry(lambda: self._backend.save_label(label, namespace, ids))
+    ) -> PutResult:
+        """Save the label of a sequence that is stored as a whole; return the result with a note if it had another."""
+        if label is None or put.stored_tokens < ids.size:
+            return put
+        old_label = self._with_retry(lambda: self._backend.get_label(namespace, ids))
+        if old_label == label or (keep_label and old_label is not None):
+            return put
+        self._with_retry(lambda: self._backend.save_label(label, namespace, ids))
+        note = f"its label was {repr_short(old_label)}, and is {repr_short(label)} now"
+        return put if old_label is None else replace(put, notes=(*put.notes, note))
 
     def _put(
         self,
@@ -834,8 +835,8 @@ class PrefixStore:
         file_label = read_exported_label(file, self._key) if label is None else None
         ready_units = ReadyUnits(exported.lossy_streams)
         put, namespace, ids = self._put(exported.ids, exported.layers, exported.model, ready_units=ready_units)
-        self._save_label(label or file_label, put, namespace, ids, keep_label=label is None)
-        return exported.describe_import(put, ready_units)
+        put = exported.describe_import(put, ready_units)
+        return self._save_label(label or file_label, put, namespace, ids, keep_label=label is None)
 
     def gc(self, max_bytes: int | None = None) -> CleanupResult:
         """Remove unreferenced files, then evict sequences until at most `max_bytes` are left; None evicts nothing."""

@@ -55,7 +55,8 @@ def test_export_carries_the_label(tmp_path: Path, key: bytes | None) -> None:
         store.export([7], tmp_path / "bare", model=MODEL)
     for label, expected in ((None, "the prompt"), ("mine", "mine"), (None, "mine")):
         with PrefixStore(tmp_path / "t", key=key) as store:
-            store.import_file(tmp_path / "text", label=label)
+            result = store.import_file(tmp_path / "text", label=label)
+            assert result.notes == (("its label was 'the prompt', and is 'mine' now",) if label else ())
             assert [entry.label for entry in store.ls().texts] == [expected]
             assert store.resolve(expected).ids.tolist() == IDS
     with PrefixStore(tmp_path / "u", key=key) as store:

@@ -51,7 +51,10 @@ def test_label_stays_when_a_longer_text_goes_on(store: PrefixStore) -> None:
     store.put(CHAT, layers_of(CHAT), model=MODEL, label="chat")
     assert next(entry.label for entry in store.ls().texts) == "chat"
     assert store.resolve("system").ids.tolist() == SYSTEM
-    store.put(SYSTEM, layers_of(SYSTEM), model=MODEL, label="renamed")
+    note = "its label was 'system', and is 'renamed' now"
+    assert store.put(SYSTEM, layers_of(SYSTEM), model=MODEL, label="renamed").notes == (note,)
+    assert store.put(SYSTEM, layers_of(SYSTEM), model=MODEL, label="renamed").notes == ()
+    assert store.put(SYSTEM, layers_of(SYSTEM), model=MODEL, label="x", keep_label=True).notes == ()
     assert store.resolve("renamed").ids.tolist() == SYSTEM
     with pytest.raises(KvmnnError, match="no text"):
         store.resolve("system")

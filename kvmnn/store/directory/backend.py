@@ -1033,8 +1033,8 @@ class DirectoryBackend:
     def save_label(self, label: str, namespace: Namespace, ids: Ids) -> None:
         self.recovery_files.save_label(SavedSequence(label, namespace.key, ids))
 
-    def has_label(self, namespace: Namespace, ids: Ids) -> bool:
-        return self.recovery_files.has_label(StoredText(namespace, ids).key)
+    def get_label(self, namespace: Namespace, ids: Ids) -> str | None:
+        return self.recovery_files.read_label(StoredText(namespace, ids).key)
 
     def iter_labels(self) -> Iterator[tuple[str, StoredText]]:
         namespaces = {namespace.key: namespace for namespace in self.list_namespaces()}

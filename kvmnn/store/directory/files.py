@@ -262,6 +262,7 @@ _OWN_NAME_PATTERNS = {
 }
 """Patterns of the names that kvmnn writes into each folder of a store."""
 _CHECKSUM_STRUCT = struct.Struct("<Q")
+_MAX_SEQUENCE_BYTES = _SEQUENCE_STRUCT.size + _MAX_NAME_BYTES + 4 * MAX_TOKENS + _CHECKSUM_STRUCT.size
 
 
 class SavedSequence(NamedTuple):
@@ -411,9 +412,12 @@ class RecoveryFiles:
         key = compute_sequence_key(sequence.namespace_key, sequence.ids, self._cipher.secret)
         self._write(_make_label_path(key), _encode_text(sequence))
 
-    def has_label(self, key: bytes) -> bool:
-        """Return whether the sequence with this `compute_sequence_key` has a label."""
-        return (self._folder / _make_label_path(key)).exists()
+    def read_label(self, key: bytes) -> str | None:
+        """Read the label of the sequence with this `compute_sequence_key`; None if it has none, or a damaged one."""
+        with suppress(KvmnnError, OSError):
+            sequence = _decode_sequence(self._read(_make_label_path(key), _MAX_SEQUENCE_BYTES))
+            return None if sequence is None else sequence.name
+        return None
 
     def delete_label(self, key: bytes) -> None:
         """Delete the label of the sequence with this `compute_sequence_key`."""
@@ -421,10 +425,9 @@ class RecoveryFiles:
 
     def iter_sequences(self, suffix: str) -> Iterator[SavedSequence]:
         """Yield the pinned sequences (`PIN_SUFFIX`), or those of sessions and labels; skip damaged files."""
-        max_bytes = _SEQUENCE_STRUCT.size + _MAX_NAME_BYTES + 4 * MAX_TOKENS + _CHECKSUM_STRUCT.size
         for path in sorted((self._folder / _SEQUENCES_FOLDER).glob(f"*{suffix}")):
             with suppress(KvmnnError, OSError):
-                saved_sequence = _decode_sequence(self._read(path.relative_to(self._folder), max_bytes))
+                saved_sequence = _decode_sequence(self._read(path.relative_to(self._folder), _MAX_SEQUENCE_BYTES))
                 if saved_sequence is not None:
                     yield saved_sequence
 

@@ -346,20 +346,23 @@ class RemoteBackend(RemoteBackendBase):
         name = f"{_LABELS_FOLDER}/{StoredText(namespace, ids).key.hex()}"
         self.key_values.put_many({name: _encode_saved_text(label, namespace, ids)})
 
-    def has_label(self, namespace: Namespace, ids: Ids) -> bool:
+    def get_label(self, namespace: Namespace, ids: Ids) -> str | None:
         name = f"{_LABELS_FOLDER}/{StoredText(namespace, ids).key.hex()}"
-        return self.key_values.get_many([name])[0] is not None
+        return next((label for label, _ in self._iter_labels_of([name])), None)
 
     def iter_labels(self) -> Iterator[tuple[str, StoredText]]:
         names = [f"{_LABELS_FOLDER}/{name}" for name in self.key_values.list_names(_LABELS_FOLDER)]
         for begin_index in range(0, len(names), NAMES_PER_REQUEST):
-            for data in self.key_values.get_many(names[begin_index : begin_index + NAMES_PER_REQUEST]):
-                with suppress(KvmnnError):
-                    if data is not None:
-                        label = parse_document(data, "a label", _MAX_SESSION_BYTES).get("name").read_str()
-                        text = StoredText(*_decode_saved_text(data, "a label", label, self.cipher.secret))
-                        if text.namespace.tenant == self.tenant:
-                            yield label, text
+            yield from self._iter_labels_of(names[begin_index : begin_index + NAMES_PER_REQUEST])
+
+    def _iter_labels_of(self, names: Sequence[str]) -> Iterator[tuple[str, StoredText]]:
+        for data in self.key_values.get_many(names):
+            with suppress(KvmnnError):
+                if data is not None:
+                    label = parse_document(data, "a label", _MAX_SESSION_BYTES).get("name").read_str()
+                    text = StoredText(*_decode_saved_text(data, "a label", label, self.cipher.secret))
+                    if text.namespace.tenant == self.tenant:
+                        yield label, text
 
     def delete_labels(self, keys: Sequence[bytes]) -> None:
         self.check_writable()

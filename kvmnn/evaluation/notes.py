@@ -49,6 +49,7 @@ def build_notes(
         )
     yield from _describe_prompt_codecs(rows, documents, settings)
     yield from _describe_profiles(rows)
+    yield from _describe_target_divergences(rows)
     yield from _describe_few_documents(rows)
     yield from describe_headroom(rows)
     if settings.runtime_config is not None:
@@ -190,6 +191,23 @@ def _describe_profiles(rows: Sequence[ResultRow]) -> Iterator[str]:
             f"counts{'; '.join(['', *describe_few_tokens(profile.info)])}."
         )
 
+
+def _describe_target_divergences(rows: Sequence[ResultRow]) -> Iterator[str]:
+    """Compare the divergence that codecs were asked for with the measured one."""
+    targets = [(row.label, row.target_divergence) for row in rows if row.target_divergence is not None]
+    for label, entry in targets:
+        interval = "no interval, one text" if entry.low is None else f"95 % {entry.low:.2g} to {entry.high:.2g}"
+        yield (
+            f"{label}: KL of {entry.target:g} nats was asked for, {entry.measured:.2g} measured ({interval}), "
+            f"{entry.measured / entry.target:.2g} times as much"
+            f"{_EXCEEDED_TEXT if entry.is_exceeded else '.'}"
+        )
+
+
+_EXCEEDED_TEXT = (
+    ": more than was asked for. A profile predicts the mean over texts like its own; a smaller kl costs bytes and "
+    "lowers it."
+)
 
 _MIN_QUANTIZED_SHARE = 0.5
 

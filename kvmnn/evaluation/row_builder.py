@@ -10,6 +10,8 @@ from .. import dtypes
 from .._util.text import LOSSLESS, LOSSY
 from ..lm.documents import Document
 from ..policies.h2o.planner import merge_stats
+from ..quantization import create_codec
+from ..quantization.transform_codec import TransformCodec
 from ..reports.records import (
     DivergenceStats,
     DocumentRow,
@@ -17,8 +19,10 @@ from ..reports.records import (
     FullCacheDifference,
     ProjectStats,
     ResultRow,
+    TargetDivergence,
     merge_runtime_stats,
 )
+from ..transform.steps import DEFAULT_KL
 from .divergence import summarize_divergence
 from .records import LossSums, ProjectCell, RefusedCell, ScoreCell, TimingCell
 from .scoring import CONFIDENCE_LEVEL, compute_paired_interval, compute_perplexity, summarize
@@ -82,6 +86,7 @@ def build_row(
         divergence=summarize_divergence([cell.divergence for cell in cells]),
         deep_divergence=summarize_divergence([cell.divergence for cell in cells], deep=True),
         cut_divergence=_summarize_after_cut(cells),
+        target_divergence=None if start else _compare_with_target(configuration, cells, settings.seed),
         prompt_only=configuration.policy != FULL_POLICY and configuration.create_policy().is_prompt_only,
         seconds=seconds,
         model_seconds=sum(cell.model_seconds for cell in cells),
@@ -240,6 +245,22 @@ def _build_document_row(cell: ScoreCell, document: Document) -> DocumentRow:
 def _summarize_after_cut(cells: Sequence[ScoreCell]) -> DivergenceStats | None:
     """Summarize the tokens that were scored with a cache that is not the one that the model computed."""
     return summarize_divergence([cell.divergence for cell in cells], num_last=[cell.lossy_tokens for cell in cells])
+
+
+def _compare_with_target(
+    configuration: Configuration, cells: Sequence[ScoreCell], seed: int
+) -> TargetDivergence | None:
+    """Compare the measured divergence with the codec's `kl`; None behind a policy, which diverges by itself."""
+    codec = None if configuration.codec is None else create_codec(configuration.codec)
+    if configuration.policy != FULL_POLICY or not isinstance(codec, TransformCodec) or codec.ratio:
+        return None
+    document_stats = [stats for cell in cells if (stats := _summarize_after_cut([cell])) is not None]
+    if not document_stats:
+        return None
+    measured, low, high = compute_paired_interval(
+        [stats.kl for stats in document_stats], [stats.tokens for stats in document_stats], seed=seed
+    )
+    return TargetDivergence(target=codec.kl or DEFAULT_KL, measured=measured, low=low, high=high)
 
 
 def _sum_losses(sums: Sequence[LossSums]) -> LossSums:

@@ -163,6 +163,24 @@ class DivergenceStats(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TargetDivergence(Record):
+    """The Kullback-Leibler divergence that a codec was asked for, and the measured one, in nats."""
+
+    #: The codec's option ``kl``.
+    target: float
+    #: Mean over the tokens that were scored with the quantised cache.
+    measured: float
+    #: Bounds of the 95 % interval by a bootstrap over documents; None with a single one.
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def is_exceeded(self) -> bool:
+        """Return whether more was measured, by more than a quarter and than the interval explains."""
+        return self.measured > 1.25 * self.target and (self.low is None or self.low > self.target)
+
+
+@dataclass(frozen=True, kw_only=True)
 class FrameSizeStats(Record):
     """Sizes of one cache, raw and as frames."""
 
@@ -287,6 +305,8 @@ class ResultRow(Record):
     #: Over the tokens that were scored with an evicted, quantised or loaded cache only. None without any, as then the
     #: row says nothing of its policy or codec, and wherever `divergence` is.
     cut_divergence: DivergenceStats | None = field(default=None, metadata={"omit": True})
+    #: Of rows of a codec alone that was asked for a divergence: that and the measured one.
+    target_divergence: TargetDivergence | None = field(default=None, metadata={"omit": True})
     #: Whether the policy cuts a prompt only, so that its budget is of the prompt and all later tokens stay.
     prompt_only: bool = field(default=False, metadata={"omit": True})
     #: Wall time of all documents: total, inside onnxruntime, and in cache and policy.

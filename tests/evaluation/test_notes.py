@@ -17,7 +17,14 @@ from kvmnn.evaluation.settings import EvaluationSettings
 from kvmnn.lm.documents import Document
 from kvmnn.lm.kv_store import describe_encoding
 from kvmnn.policies.specs import build_policy, expand_spec
-from kvmnn.reports.records import FullCacheDifference, ResultRow, RuntimeLayerStats, RuntimeStats, merge_runtime_stats
+from kvmnn.reports.records import (
+    FullCacheDifference,
+    ResultRow,
+    RuntimeLayerStats,
+    RuntimeStats,
+    TargetDivergence,
+    merge_runtime_stats,
+)
 from kvmnn.runtime import RuntimeConfig
 
 
@@ -309,6 +316,28 @@ def test_notes_cut_after_the_last_token_is_no_missing_eviction() -> None:
     lines = said([row("full", "full", kind="LOSSY", **start), of("streaming:budget=900", **start)])
     assert any("streaming:budget=900: nothing was evicted" in line for line in lines)
     assert not any(line.startswith("No scored") for line in lines)
+
+
+def test_notes_target_divergence_is_compared_with_measured() -> None:
+    sizes = [(0.0032, 0.003, 0.0034), (0.0032, 0.0015, 0.005), (0.0021, 0.00205, 0.0022), (0.0032, None, None)]
+    rows = [
+        row(
+            f"transform {number}",
+            "full",
+            target_divergence=TargetDivergence(target=0.002, measured=kl, low=low, high=high),
+        )
+        for number, (kl, low, high) in enumerate(sizes)
+    ]
+    notes = [line for line in said(rows) if "was asked for" in line]
+    assert notes[1] == (
+        "transform 1: KL of 0.002 nats was asked for, 0.0032 measured (95 % 0.0015 to 0.005), 1.6 times as much."
+    )
+    assert notes[0].startswith(
+        "transform 0: KL of 0.002 nats was asked for, 0.0032 measured (95 % 0.003 to 0.0034), 1.6"
+    )
+    assert "(no interval, one text)" in notes[3]
+    assert ["a smaller kl costs bytes" in note for note in notes] == [True, False, False, True]
+    assert ResultRow.from_dict(rows[0].to_dict()).target_divergence == rows[0].target_divergence
 
 
 def test_notes_prompt_budgets_differ_from_others() -> None:

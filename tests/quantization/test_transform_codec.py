@@ -198,3 +198,19 @@ def test_transform_codec_refuses_what_it_cannot_code(profile: Path) -> None:
     coder = codec.start_text(CacheShape(6, 4, 64))
     with pytest.raises(KvmnnError, match="beyond fp16"):
         coder.quantize(0, "key", np.full((4, 5, 64), 1e6, np.float32), np.arange(5))
+
+
+@pytest.mark.slow
+def test_evaluation_target_divergence_is_compared_with_measured(profile: Path) -> None:
+    specs = ["none", *(f"transform:{profile}{more},when=prompt" for more in (",ratio=4", ""))]
+    settings = EvaluationSettings(tokens=40, chunk=8, prompt=32, timing=False)
+    result = evaluate(FIXTURES / "lm", TEXTS[1:3], "recent_only:budget=24", codecs=specs, settings=settings, jobs=0)
+    alone = [row for row in result.rows if row.codec is not None and row.policy == "full"]
+    targets = [row.target_divergence for row in alone]
+    assert targets[0] is None
+    assert targets[1] is not None and targets[1].target == 0.002
+    assert targets[1].measured == pytest.approx(alone[1].cut_divergence.kl)
+    low, high = sorted(text.cut_divergence.kl for text in alone[1].documents)
+    assert (targets[1].low, targets[1].high) == pytest.approx((low, high))  # the bootstrap of two texts has their range
+    assert all(row.target_divergence is None for row in result.rows if row not in alone)
+    assert sum("nats was asked for" in note for note in result.notes) == 1

@@ -27,8 +27,7 @@ MAGIC, VERSION = b"KVMP", 1
 KEY_BYTES = 32
 _MAX_LAYERS = 4096
 _MIN_TYPICAL_TOKENS = 4096
-"""By a profile of 2,048 tokens of a model with rows of 192 elements, another text had a ratio of 6.1, not 8, and lost
-0.0065 nats, not 0.002."""
+"""By a profile of 2,048 tokens of a model with rows of 192 elements, another text lost 0.0065 nats, not 0.002."""
 
 
 @dataclass(frozen=True, kw_only=True)

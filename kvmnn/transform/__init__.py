@@ -5,7 +5,14 @@ from .encoder import LayerEncoding, encode_layer
 from .heads import HeadMoments, split_heads
 from .profile_tables import get_tables
 from .results import TransformInfo, TransformLayerResult, measure_errors
-from .steps import StepPlan, TransformOptions, choose_exponents, choose_layer_exponents, plan_steps
+from .steps import (
+    StepPlan,
+    TransformOptions,
+    choose_exponents,
+    choose_layer_exponents,
+    measure_bits_factor,
+    plan_steps,
+)
 from .tables import MODES, Metrics, build_tables
 from .tables import Mode as TransformMode
 
@@ -27,6 +34,7 @@ __all__ = [
     "get_tables",
     "inspect_layer",
     "is_stream_of_plan",
+    "measure_bits_factor",
     "measure_errors",
     "plan_steps",
     "split_heads",

@@ -8,6 +8,7 @@ the target. `choose_exponents` varies a step by token, from the attention that t
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,8 +87,8 @@ class StepPlan:
     #: float64 ``[layer, 2]``: steps of K and V, and the loss that each is predicted to add, in nats.
     steps: npt.NDArray[np.float64]
     losses: npt.NDArray[np.float64]
-    #: Bits of all elements of a token that is not stored exactly, predicted.
-    token_bits: float
+    #: Bits of a token that is not stored exactly, predicted: float64 ``[layer, 2]``.
+    bits: npt.NDArray[np.float64]
     #: Whether losses rest on measured sensitivities.
     is_measured: bool
 
@@ -96,13 +97,25 @@ class StepPlan:
         """Return the predicted loss of all layers in nats."""
         return float(self.losses.sum())
 
+    @property
+    def token_bits(self) -> float:
+        """Return the predicted bits of a token in all layers."""
+        return float(self.bits.sum())
+
     def get_layer_steps(self, layer: int) -> tuple[float, float]:
         """Return the steps of K and V of a layer, as streams store them: binary32."""
         key_step, value_step = (float(np.float32(np.clip(step, MIN_STEP, MAX_STEP))) for step in self.steps[layer])
         return key_step, value_step
 
 
-def plan_steps(tables: ProfileTables, options: TransformOptions, tokens: int, has_attention: bool = False) -> StepPlan:
+def plan_steps(
+    tables: ProfileTables,
+    options: TransformOptions,
+    tokens: int,
+    has_attention: bool = False,
+    *,
+    bits_factor: float = 1.0,
+) -> StepPlan:
     """Return the steps of all layers for a cache of `tokens` tokens.
 
     Each layer and side is to lose as much as any other: on two models, shares by what a bit more would save lose more
@@ -118,9 +131,11 @@ def plan_steps(tables: ProfileTables, options: TransformOptions, tokens: int, ha
         Tokens of the cache.
     has_attention
         Whether steps of tokens will go with the attention that they draw.
+    bits_factor
+        Bits that the text takes over those that the profile predicts (`measure_bits_factor`).
     """
     below = tables.belows[-1] if options.below is None else options.below
-    planner = _Planner(tables, below, has_attention)
+    planner = _Planner(tables, below, has_attention, bits_factor)
     if options.ratio is None and options.bits is None:
         return planner.plan(DEFAULT_KL if options.kl is None else options.kl)
     bits = _BITS_OF_WORD / options.ratio if options.ratio is not None else options.bits or 0.0
@@ -134,8 +149,9 @@ def plan_steps(tables: ProfileTables, options: TransformOptions, tokens: int, ha
 
 
 class _Planner:
-    def __init__(self, tables: ProfileTables, below: int, has_attention: bool) -> None:
+    def __init__(self, tables: ProfileTables, below: int, has_attention: bool, bits_factor: float) -> None:
         self._below, self._has_attention = below, has_attention
+        self._bits_factor = _BITS_FACTORS[below] * bits_factor
         self._sides = [[tables.get_side(layer, part, below) for part in PARTS] for layer in range(len(tables.layers))]
         self.num_elements = sum(side.elements for sides in self._sides for side in sides)
         self._sensitivities = np.array([[side.sensitivity for side in sides] for sides in self._sides])
@@ -150,7 +166,7 @@ class _Planner:
             self._below,
             steps,
             kl * shares,
-            _BITS_FACTORS[self._below] * float(self._compute_bits(steps).sum()),
+            self._bits_factor * self._compute_bits(steps),
             all(side.is_measured for sides in self._sides for side in sides),
         )
 
@@ -160,6 +176,28 @@ class _Planner:
             levels = self._sides[index[0]][index[1]].levels - round(LEVELS_PER_DOUBLING * math.log2(steps[index]))
             bits[index] = self._bits_by_level[np.clip(levels, 0, len(self._bits_by_level) - 1)].sum()
         return bits
+
+
+def measure_bits_factor(
+    plan: StepPlan, streams: Sequence[bytes], sample: Sequence[LayerCache], num_exact: int
+) -> float:
+    """Return the bits of streams over those that a plan predicts.
+
+    Parameters
+    ----------
+    plan
+        What the streams were made by.
+    streams
+        Streams of the first layers.
+    sample
+        These layers.
+    num_exact
+        Tokens of each that are stored exactly.
+    """
+    exact_bits = sum(8 * layer.nbytes / layer.tokens for layer in sample) * num_exact
+    num_coded = sample[0].tokens - num_exact
+    predicted_bits = float(plan.bits[: len(sample)].sum()) * num_coded
+    return (8 * sum(map(len, streams)) - exact_bits) / predicted_bits if num_coded > 0 else 1.0
 
 
 def compute_level_bits(frequencies: npt.NDArray[np.uint16]) -> npt.NDArray[np.float64]:

@@ -40,12 +40,12 @@ def test_transform_codec_gives_words_and_bytes_of_the_streams(profile: Path, tmp
         LayerCache(layer=i, **{f"{part}s": np.load(folder / f"layer_{i}.{part}.npy") for part in ("key", "value")})
         for i in range(6)
     ]
-    codec = create_codec(f"transform:profile={profile},ratio=6")
-    assert create_codec(f"transform:{profile},ratio=6") == codec
+    codec = create_codec(f"transform:profile={profile},kl=0.5")
+    assert create_codec(f"transform:{profile},kl=0.5") == codec
     assert codec is not None and codec.when == "always"
-    assert codec.label == "transform:p.kvmp,ratio=6.0"
+    assert codec.label == "transform:p.kvmp,kl=0.5"
     coder = codec.start_text(CacheShape(6, 4, 64))
-    options = LayerStreamOptions(codec="transform", profile=str(profile), settings={"ratio": 6.0})
+    options = LayerStreamOptions(codec="transform", profile=str(profile), settings={"kl": 0.5})
     for (stream, decoded), cache in zip(
         CacheEncoder(Profile.read(profile), options).encode(layers), layers, strict=True
     ):
@@ -56,6 +56,25 @@ def test_transform_codec_gives_words_and_bytes_of_the_streams(profile: Path, tmp
             sizes = coder.measure(cache.layer, part, fields)
             total += sizes.plain_bytes
         assert total == len(stream) == sizes.coded_bytes
+
+
+def test_cache_encoder_comes_near_a_ratio_on_a_text_unlike_the_profile(profile: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    dump_kv(FIXTURES / "lm", TEXTS[1], folder, tokens=200, dtype="fp16")
+    layers = [
+        LayerCache(layer=i, **{f"{part}s": np.load(folder / f"layer_{i}.{part}.npy") for part in ("key", "value")})
+        for i in range(6)
+    ]
+    model, settings = Profile.read(profile), {"ratio": 5.0, "below": 1}
+    plan = plan_steps(get_tables(model), TransformOptions(**settings), 200)
+    options = LayerStreamOptions(codec="transform", profile=str(profile), settings=settings)
+    planned, lower = 0, []
+    for layer in layers:
+        encoding = encode_layer(layer, model, lower, TransformOptions(**settings), plan=plan)
+        lower, planned = [encoding.decoded], planned + len(encoding.data)
+    corrected = sum(len(stream) for stream, _ in CacheEncoder(model, options).encode(layers))
+    ratios = [sum(layer.nbytes for layer in layers) / size for size in (corrected, planned)]
+    assert abs(ratios[0] - 5) < 0.5 * abs(ratios[1] - 5), ratios
 
 
 def test_transform_codec_in_an_evaluation(profile: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -16,13 +17,17 @@ from ...errors import OptionError, SourceError
 from ...linear import decode_layers as decode_linear_layers
 from ...linear import encode_layers as encode_linear_layers
 from ...profiles import Profile
-from ...transform import StepPlan, TransformOptions, choose_layer_exponents, get_tables, plan_steps
+from ...transform import StepPlan, TransformOptions, choose_layer_exponents, get_tables, measure_bits_factor, plan_steps
 from ...transform import decode_layer as decode_transform_layer
 from ...transform import encode_layer as encode_transform_layer
 from ..npy import MAX_NPY_HEADER_BYTES, NpyHeader
 from .document import LayerCodec
 
 _NUM_LOWER_LAYERS = 2
+_SAMPLE_LAYERS, _MAX_TRIALS = 4, 3
+"""Layers that are encoded first where a size is asked for, to see how many bits the text takes, and how many times. By
+a profile of prose, source code had a ratio of 6.3 for 8 without that, and prose 8.0 to 8.8."""
+_MAX_SIZE_ERROR = 0.04
 _SETTING_NAMES = {"profile": ("below",), "transform": tuple(entry.name for entry in fields(TransformOptions))}
 
 
@@ -104,23 +109,39 @@ class CacheEncoder:
             yield EncodedLayer(stream, pending.popleft())
 
     def _encode_lossily(self, layers: Iterable[LayerCache]) -> Iterator[EncodedLayer]:
-        options, plan = TransformOptions(**self._options.settings), None
+        options, tables = TransformOptions(**self._options.settings), get_tables(self._profile)
+        iterator = iter(layers)
+        has_size = options.ratio is not None or options.bits is not None
+        sample = list(itertools.islice(iterator, _SAMPLE_LAYERS if has_size else 1))
+        if not sample:
+            return
+        tokens, has_attention = sample[0].tokens, self._options.attention is not None
+        plan = plan_steps(tables, options, tokens, has_attention)
+        if has_size:
+            num_exact, factor = min(options.first + options.recent, tokens), 1.0
+            for _ in range(_MAX_TRIALS):
+                streams = [encoded.stream for encoded in self._encode_by_plan(sample, options, plan)]
+                change = measure_bits_factor(plan, streams, sample, num_exact)
+                factor *= change
+                plan = plan_steps(tables, options, tokens, has_attention, bits_factor=factor)
+                if abs(change - 1) < _MAX_SIZE_ERROR:
+                    break
+        self.predicted_kl = plan.kl if plan.is_measured else None
+        yield from self._encode_by_plan(itertools.chain(sample, iterator), options, plan)
+
+    def _encode_by_plan(
+        self, layers: Iterable[LayerCache], options: TransformOptions, plan: StepPlan
+    ) -> Iterator[EncodedLayer]:
         path = self._options.attention
         attention = None if path is None else read_attention(path)
         lower: deque[LayerCache] = deque(maxlen=_NUM_LOWER_LAYERS)
         for cache in layers:
-            plan = plan or self._plan(options, cache.tokens)
             exponents = None if attention is None else choose_layer_exponents(attention, cache, str(path))
             encoding = encode_transform_layer(
                 cache, self._profile, list(lower)[::-1], options, exponents=exponents, plan=plan
             )
             lower.append(encoding.decoded)
             yield EncodedLayer(encoding.data, encoding.decoded)
-
-    def _plan(self, options: TransformOptions, tokens: int) -> StepPlan:
-        plan = plan_steps(get_tables(self._profile), options, tokens, self._options.attention is not None)
-        self.predicted_kl = plan.kl if plan.is_measured else None
-        return plan
 
 
 def read_attention(path: str | os.PathLike[str]) -> npt.NDArray[Any]:

@@ -51,6 +51,10 @@ class MissingOptionError(OptionError, SourceError):
     """A property that neither the input nor an option specifies: axes, type, geometry, prefix or stream."""
 
 
+class UnsuitableOptionError(OptionError, SourceError):
+    """An option that the input contradicts: an array it lacks, a shape, geometry or number of tokens it has not."""
+
+
 class ManifestError(KvmnnError):
     """A manifest that is malformed or does not match its frames."""
 

@@ -7,16 +7,16 @@ from dataclasses import fields, is_dataclass
 from numbers import Integral, Real
 from typing import Any
 
-from ..errors import KvmnnError
+from ..errors import KvmnnError, OptionError
 
 
 def validate_int(value: Any, name: str, min_value: int, max_value: int | None = None) -> int:
-    """Return `value` as an int; raise `KvmnnError` unless it lies between `min_value` and `max_value`."""
+    """Return `value` as an int; raise `OptionError` unless it lies between `min_value` and `max_value`."""
     number = to_int(value, name)
     if number < min_value:
-        raise KvmnnError(f"{name} is {repr_short(number)}: expected at least {min_value}")
+        raise OptionError(f"{name} is {repr_short(number)}: expected at least {min_value}")
     if max_value is not None and number > max_value:
-        raise KvmnnError(f"{name} is {repr_short(number)}: expected at most {max_value}")
+        raise OptionError(f"{name} is {repr_short(number)}: expected at most {max_value}")
     return number
 
 

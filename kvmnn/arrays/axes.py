@@ -16,7 +16,7 @@ from .. import dtypes
 from .._util.dataclass import dataclass
 from .._util.text import pluralize
 from ..dtypes import PARTS, Indices, Part, Positions
-from ..errors import MissingOptionError, OptionError, SourceError
+from ..errors import MissingOptionError, OptionError, SourceError, UnsuitableOptionError
 from .array import ArrayInfo, LazyArray, ViewFactory, from_strided_pages, from_strided_view, read_elements
 from .engine_cache import EngineCacheInfo, parse_layers
 from .layers import ModelHalf, format_array_name, has_halves, select_half
@@ -262,7 +262,7 @@ def _reshape_array(array: LazyArray, shape: tuple[int, ...] | None, where: str) 
         raise OptionError(f"{where}: array {array.name!r} is in Fortran order, which --shape cannot take: use --axes")
     if num_elements % shape_elements or (-1 not in shape and num_elements != shape_elements):
         expected = f"{'a multiple of ' if -1 in shape else ''}{shape_elements:,} ({list(shape)})"
-        raise SourceError(f"{where}: array {array.name!r} has {num_elements:,} words: expected {expected}")
+        raise UnsuitableOptionError(f"{where}: array {array.name!r} has {num_elements:,} words: expected {expected}")
     return replace(array, shape=tuple(num_elements // shape_elements if length == -1 else length for length in shape))
 
 

@@ -18,7 +18,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 from .._util.packages import import_optional
-from ..errors import KvmnnError, SourceError
+from ..errors import KvmnnError, OptionError, SourceError
 
 ResultT = TypeVar("ResultT")
 
@@ -232,6 +232,8 @@ def connect_dask(address: str) -> Iterator[tuple[Executor, Callable[[], int]]]:
             client.__init__(address, timeout=CONNECT_TIMEOUT_SECONDS, set_as_default=False)
         except (OSError, ValueError, ImportError) as exc:
             client.status = "closed"  # else its finaliser would wait for the scheduler, and log errors
+            if isinstance(exc, ValueError):
+                raise OptionError(f"{address}: is no address of a Dask scheduler: {exc}") from None
             raise SourceError(f"{address}: no Dask scheduler answers there: {exc}") from None
         executor = DaskExecutor(client)
         try:

@@ -19,7 +19,7 @@ from ..arrays.array import ArrayInfo, LazyArray, LazyArrayList, LazySequence, Un
 from ..arrays.naming import shorten_name
 from ..arrays.source import Source
 from ..dtypes import FLOAT8_NAMES
-from ..errors import OutputError, SourceError
+from ..errors import OutputError, SourceError, UnsuitableOptionError
 from ..files.mapped_file import FileHead, MappedFile
 from . import _safetensors_header
 from .base import ArrayChunks, FileBytes, FileFormat, SeekableSink, mark_first_chunks
@@ -257,7 +257,7 @@ def _select_tensor_ids(path: str, tensors: TensorIndex, options: ReadOptions) ->
     id_by_name = {name: tensors.find_id(name) for name in options.tensors}
     for name, tensor_id in id_by_name.items():
         if tensor_id is None:
-            raise SourceError(
+            raise UnsuitableOptionError(
                 f"{path}: no array named {name!r}; it has {format_names(map(tensors.get_name, range(len(tensors))))}"
             )
     return np.array(sorted({tensor_id for tensor_id in id_by_name.values() if tensor_id is not None}), np.int64)

@@ -21,7 +21,7 @@ from ..arrays.positions import read_token_positions
 from ..arrays.source import ENGINE_KEY, SIDECAR_KEY, Source, parse_cache_info, select_subset_metadata
 from ..bundle.passthrough import POSITIONS_NAME, dump_sidecars
 from ..dtypes import FLOAT8_NAMES, PARTS
-from ..errors import KvmnnError, SourceError
+from ..errors import KvmnnError, SourceError, UnsuitableOptionError
 from ..packed.cache_info import CacheInfo, PositionRuns
 from .options import ReadOptions
 
@@ -44,7 +44,7 @@ def select_tensors(
             raise SourceError(f"{label}: has {count} arrays named {name!r}")
     for name in options.tensors:
         if name not in name_counts:
-            raise SourceError(f"{label}: no array named {name!r}; it has {format_names(name_counts)}")
+            raise UnsuitableOptionError(f"{label}: no array named {name!r}; it has {format_names(name_counts)}")
     arrays: list[LazyArray] = []
     skipped: list[str] = []
     for name, make_array in entries:
@@ -181,7 +181,7 @@ def select_from_source(source: Source, path: str, options: ReadOptions) -> Sourc
     missing_names = set(options.tensors) - {array.name for array in source.arrays}
     if missing_names:
         names_text = ", ".join(repr(array.name) for array in source.arrays[:8])
-        raise SourceError(f"{path}: no array named {min(missing_names)!r}; it has {names_text}")
+        raise UnsuitableOptionError(f"{path}: no array named {min(missing_names)!r}; it has {names_text}")
     arrays = [array for array in source.arrays if array.name in options.tensors]
     if len(arrays) == len(source.arrays):
         return source

@@ -19,7 +19,7 @@ from ..arrays.engine_cache import EngineCacheInfo
 from ..arrays.engine_metadata import dump_metadata
 from ..arrays.source import COMPLETENESS_KEY, LOSSY_KEY, SIDECAR_KEY, WHOLE_FILE_KEYS, Source
 from ..bundle.passthrough import SIDECAR_NAMES, TOKEN_IDS_NAME, remove_sidecar
-from ..errors import KvmnnError, OutputError
+from ..errors import KvmnnError, OutputError, UnsuitableOptionError
 from ..files.atomic import DirectoryOutput, FileOutput, StagedFile
 from ..files.file_names import COMPLETENESS_FILE, is_directory_output, make_file_names
 from ..files.mapped_file import MappedFile, iter_file_chunks
@@ -328,7 +328,7 @@ def select_writer(name: str, arrays: Sequence[ArrayInfo]) -> ArrayWriter:
     """Select the writer for a file called `name` by its suffix; raw words for unknown suffixes."""
     array_format = find_array_format(name)
     if len(arrays) != 1 and not (array_format and array_format.is_multi_array):
-        raise OutputError(
+        raise UnsuitableOptionError(
             f"{name}: cannot hold {len(arrays)} arrays: use a .npz or .safetensors file or a directory (-o DIR/)"
         )
     return array_format.write if array_format and array_format.write else write_raw

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .._util.validation import validate_int
-from ..errors import KvmnnError
+from ..errors import KvmnnError, OptionError
 
 ReservePair = tuple[int, int]
 
@@ -59,14 +59,14 @@ def parse_pairs(reserve: Iterable[Iterable[int]]) -> tuple[ReservePair, ...]:
 def check_reserve(past_length: int, remove: int, pairs: tuple[ReservePair, ...], is_quantized: bool) -> None:
     """Raise `KvmnnError` unless the plan is one that the MNN fork applies in full."""
     if remove > past_length:
-        raise KvmnnError(f"remove is {remove}: expected at most the {past_length} live tokens")
+        raise OptionError(f"remove is {remove}: expected at most the {past_length} live tokens")
     if pairs and is_quantized:
         raise KvmnnError("reserve pairs with int8 keys or values: the engine ignores the pairs and drops the window")
     end = 0
     for number, (begin, size) in enumerate(pairs):
         problem = _find_pair_problem(begin, size, end, remove)
         if problem:
-            raise KvmnnError(f"reserve[{number}] is ({begin}, {size}): {problem}")
+            raise OptionError(f"reserve[{number}] is ({begin}, {size}): {problem}")
         end = begin + size
 
 

@@ -352,7 +352,7 @@ def validate_layers(layers: Sequence[LayerCache], tokens: int, windows: Sequence
     expected_positions = np.arange(tokens)
     for cache in sorted_layers:
         if cache.tokens != tokens:
-            raise KvmnnError(f"layer {cache.layer} holds {cache.tokens:,} tokens, there are {tokens:,} token ids")
+            raise OptionError(f"layer {cache.layer} holds {cache.tokens:,} tokens, there are {tokens:,} token ids")
         if not ((cache.positions == expected_positions).all() and (cache.ends == expected_positions + 1).all()):
             raise KvmnnError(
                 f"layer {cache.layer} does not hold the tokens 0 to {tokens - 1:,} of its text, each once: a cache "

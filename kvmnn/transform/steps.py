@@ -18,7 +18,7 @@ import numpy.typing as npt
 from .._util.validation import validate_int
 from ..arrays.layer_cache import LayerCache
 from ..dtypes import PARTS
-from ..errors import KvmnnError
+from ..errors import KvmnnError, OptionError
 from . import _codec
 from .header import MAX_STEP, MIN_STEP
 from .profile_tables import ProfileTables
@@ -64,13 +64,13 @@ class TransformOptions:
 
     def __post_init__(self) -> None:
         if sum(value is not None for value in (self.kl, self.ratio, self.bits)) > 1:
-            raise KvmnnError("kl, ratio and bits: expected one of them")
+            raise OptionError("kl, ratio and bits: expected one of them")
         limits = (("kl", self.kl, 1e-9, 100.0), ("ratio", self.ratio, 1.0, 1000.0), ("bits", self.bits, 0.02, 16.0))
         for name, value, low, high in limits:
             if value is not None and not low <= value <= high:
-                raise KvmnnError(f"{name} is {value}: expected {low:g} to {high:g}")
+                raise OptionError(f"{name} is {value}: expected {low:g} to {high:g}")
         if self.below not in (None, 0, 1, 2):
-            raise KvmnnError(f"below is {self.below}: expected 0, 1 or 2 layers")
+            raise OptionError(f"below is {self.below}: expected 0, 1 or 2 layers")
         validate_int(self.first, "first", 0)
         validate_int(self.recent, "recent", 0)
 

@@ -500,4 +500,4 @@ def test_store_get_with_gguf_writes_a_packed_prefix(here: Path, run) -> None:
     run("store", "put", "t/", "p/", "--token-ids", ids)  # the prefix knows its model
     Path("m2.gguf").write_bytes(llama_files.gguf("qwen2", **(fields | {"attention__head_count_kv": 4})))
     words = ("store", "put", "u/", "p/", "--token-ids", ids, "--model", "m2.gguf")
-    assert "kv heads" in run(*words, code=1).err
+    assert "kv heads" in run(*words, code=2).err

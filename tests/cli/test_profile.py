@@ -385,7 +385,7 @@ def test_transform_with_a_file_that_is_no_attention_of_the_cache_fails(run, work
     np.save(tmp_path / "flat.npy", np.ones(150, np.float32))
     np.save(tmp_path / "negative.npy", -np.ones((6, 4, 150), np.float32))
     for name, message in (
-        ("none.npy", "not an array"),
+        ("none.npy", "cannot be read: No such file"),
         ("bytes.npy", "not an array"),
         ("short.npy", "150 positions"),
         ("flat.npy", "expected one array"),
@@ -459,3 +459,18 @@ def test_encode_adapt_with_jobs_writes_a_folder_for_each_file(run, tmp_path) -> 
     words = ["--codec", "dense", "--adapt", "--rope", "none", "--jobs", "1"]
     run("encode", tmp_path / "a.npz", tmp_path / "b.npz", *words, "-o", tmp_path / "out/")
     assert "equal" in run("diff", tmp_path / "out" / "b.npz.frames", tmp_path / "b.npz").out
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("transform:{p},kl=-1", "kl is -1.0: expected 1e-09 to 100"),
+        ("transform:{p},kl=1,ratio=2", "kl, ratio and bits: expected one of them"),
+        ("transform:{p},recent=-1", "recent is -1: expected at least 0"),
+        ("profile:{p},below=7", "below is 7: expected at most 2"),
+    ],
+)
+def test_codec_values_out_of_range_exit_with_code_2(run, work, tmp_path, setting, message) -> None:
+    codec = setting.format(p=work / "p.kvmp")
+    assert message in run("encode", work / "kv", "-o", tmp_path / "s/", "--codec", codec, code=2).err
+    assert not (tmp_path / "s").exists()

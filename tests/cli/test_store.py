@@ -171,7 +171,7 @@ def test_store_put_prefix_cache_with_fewer_ids_is_refused(here: Path, run) -> No
 
 
 def test_store_put_wrong_token_count_is_refused(here: Path, run) -> None:
-    error = run("store", "put", "S", "long.npz", "--token-ids", "short.json", "--fingerprint", "m", code=1).err
+    error = run("store", "put", "S", "long.npz", "--token-ids", "short.json", "--fingerprint", "m", code=2).err
     assert "long.npz: layer 0 holds 50 tokens, there are 30 token ids" in error
     assert not Path("S").exists()
 
@@ -568,7 +568,7 @@ def test_store_messages_are_rendered_by_the_chat_template(here: Path, run) -> No
     put = ("store", "put", "S", "chat.npz", "--text", "other.json", *model)
     Path("other.json").write_text(json.dumps({"messages": [{"role": "user", "content": "Why not now?"}]}))
     others = Tokenizer.open_for_model(folder).encode("##<user>Why not now?<answer>").tolist()
-    error = run(*put, code=1).err
+    error = run(*put, code=2).err
     assert f"holds {len(ids)} tokens, there are {len(others)} token ids ({len(others)} of --text, by the" in error
     Path("kv").mkdir()
     Path("kv/token_ids.json").write_text(json.dumps(ids))

@@ -98,7 +98,7 @@ def test_open_sglang_page_needs_dtype(tmp_path: Path, run: Any) -> None:
     with pytest.raises(SourceError, match="raw bytes need a dtype"):
         kvmnn.open(path, shape=SHAPE, axes="2lthd")
     run("measure", path, "--dtype", "bf16", "--shape", "2,3,8,2,4", "--axes", "2lthd")
-    said = run("measure", path, "--dtype", "bf16", "--shape", "2,3,8,2,5", "--axes", "2lthd", code=1).err
+    said = run("measure", path, "--dtype", "bf16", "--shape", "2,3,8,2,5", "--axes", "2lthd", code=2).err
     assert "has 384 words: expected 480 ([2, 3, 8, 2, 5])" in said
 
 

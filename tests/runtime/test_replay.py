@@ -186,7 +186,7 @@ def test_replay_command_writes_result(
         (EVICTING, [], 1, "without attention"),
         ({"kv_lossles_enable": True}, [], 1, "kv_lossles_enable: no option of the runtime"),
         (KEYS | {"layer_nums": 32}, [], 1, "layer_nums is 32, the model has 4 layers"),
-        (KEYS, ["--prefill-tokens", "161"], 1, "prompt is 161: expected at most 160"),
+        (KEYS, ["--prefill-tokens", "161"], 2, "prompt is 161: expected at most 160"),
         (KEYS, ["--behaviour", "safe"], 2, "invalid choice"),
         (EVICTING, ["--scores", "short.npy"], 1, "attention of 3 layers: expected 4"),
         (EVICTING, ["--scores", "flat.npy"], 1, "flat.npy: attention of layer 0 has shape"),

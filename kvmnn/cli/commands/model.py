@@ -46,6 +46,7 @@ def run_import(arguments: argparse.Namespace) -> int:
     from ...lm import import_model
 
     source = Path(arguments.source)
+    source = source if source.name.strip(".") else source.resolve()  # "." and ".." have no name to add to
     default = source.with_name(f"{source.name}-onnx") if source.is_dir() else source.with_suffix("")
     output = arguments.output or str(default if default != source else source.with_name(f"{source.name}-onnx"))
     with _StageBars(arguments) as bars:

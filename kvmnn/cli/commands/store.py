@@ -47,7 +47,7 @@ _MAX_LABEL_CHARACTERS, _MAX_LABEL_TOKENS = 40, 24
 
 def read_layers(source: Source, arguments: argparse.Namespace) -> list[LayerCache]:
     """Read K and V of every token of the sequence to store."""
-    from ...errors import KvmnnError
+    from ...errors import KvmnnError, OptionError
     from ...store import read_layer_caches
     from ...store.adapters import read_saved_ids
     from ...store.namespace import split_windows, validate_layers
@@ -64,7 +64,7 @@ def read_layers(source: Source, arguments: argparse.Namespace) -> list[LayerCach
             cache_ids = read_saved_ids(source)
             num_shared = 0 if cache_ids is None else min(len(cache_ids), len(ids))
             text += f"; the {num_shared:,} ids that the cache has are the same" if num_shared else ""
-        raise KvmnnError(text) from None
+        raise (OptionError if isinstance(error, OptionError) else KvmnnError)(text) from None
 
 
 def _name_ids_option(arguments: argparse.Namespace) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...arrays.layer_cache import LayerCache
-from ...errors import OptionError, SourceError
+from ...errors import OptionError, SourceError, build_read_error
 from ...linear import decode_layers as decode_linear_layers
 from ...linear import encode_layers as encode_linear_layers
 from ...profiles import Profile
@@ -151,7 +151,9 @@ def read_attention(path: str | os.PathLike[str]) -> npt.NDArray[Any]:
         with open(path, "rb") as file:
             header = NpyHeader(file.read(MAX_NPY_HEADER_BYTES), label)
             data_bytes = os.fstat(file.fileno()).st_size - header.header_bytes
-    except (OSError, SourceError) as error:
+    except OSError as error:
+        raise build_read_error(label, error) from None
+    except SourceError as error:
         raise SourceError(f"{label}: not an array of attention (.npy): {error}") from None
     if len(header.shape) != 3 or header.dtype.kind != "f" or not header.nbytes or data_bytes != header.nbytes:
         raise SourceError(f"{label}: expected one array of floats [layer, kv_head, position]")

@@ -27,7 +27,7 @@ from ...arrays.source import list_losses, qualify_label
 from ...bundle.passthrough import POSITIONS_NAME, TOKEN_IDS_NAME
 from ...dense import RopeConfig
 from ...dtypes import Bytes, Positions
-from ...errors import KvmnnError, MissingOptionError, SourceError
+from ...errors import KvmnnError, MissingOptionError, OptionError, SourceError
 from ...files.atomic import DirectoryOutput, StagedFile, wrap_os_errors
 from ...files.schema import JsonReader, Record, json_key, parse_document, read_bounded
 from ...packed import cache_info
@@ -96,6 +96,16 @@ def read_compaction_plans(path: str, info: CacheInfo, *, label: str | None = Non
         When an evaluation has several policies.
     """
     file = Path(path, POSITIONS_NAME) if Path(path).is_dir() else Path(path)
+    plans = _parse_plan_file(file, info, label)
+    for layer, plan in zip(info.layers, plans, strict=True):
+        try:
+            apply_plan(layer, plan)
+        except OptionError as error:
+            raise SourceError(f"{file}: {error}") from None
+    return plans
+
+
+def _parse_plan_file(file: Path, info: CacheInfo, label: str | None) -> list[CompactionPlan]:
     document = parse_document(read_bounded(file, _MAX_PLAN_BYTES), str(file), _MAX_PLAN_BYTES)
     if isinstance(document.value, dict) and "traces" in document.value:
         return _parse_evaluation_plans(document, info, label)
@@ -317,12 +327,12 @@ def apply_plan(layer: LayerInfo, plan: CompactionPlan) -> LayerInfo:
         pairs = parse_pairs(plan.reserve)
         check_reserve(layer.tokens, validate_int(remove, "remove", 0), pairs, is_quantized=False)
     except KvmnnError as exc:
-        raise KvmnnError(f"layer {layer.layer}: {exc}") from None
+        raise OptionError(f"layer {layer.layer}: {exc}") from None
     start = layer.tokens - remove
     retained_ranges = [(0, start), *((start + start_token, size) for start_token, size in pairs)]
     tokens = start + sum(size for _, size in pairs)
     if not tokens:
-        raise KvmnnError(
+        raise OptionError(
             f"layer {layer.layer}: nothing would stay of its {layer.tokens} tokens: --remove N drops only the last N "
             "(0: none), --reserve BEGIN:SIZE keeps some of these"
         )
@@ -414,7 +424,7 @@ def compact(
         before=info,
         after=after,
         seconds=time.perf_counter() - start_time,
-        notes=(*list_losses(info.loss), *reader.notes, *(rerotation.rope.notes if rerotation else ())),
+        notes=(*reader.notes, *list_losses(info.loss), *(rerotation.rope.notes if rerotation else ())),
         rerotated=rerotation.result if rerotation else None,
     )
 

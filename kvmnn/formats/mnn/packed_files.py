@@ -19,7 +19,7 @@ from ..._util.dataclass import dataclass
 from ..._util.text import format_range
 from ...arrays.completeness import LayerStateInfo, StateKind
 from ...dtypes import PART_LETTERS, PARTS, Part
-from ...errors import MissingOptionError, OutputError, SourceError, build_read_error
+from ...errors import MissingOptionError, OptionError, OutputError, SourceError, UnsuitableOptionError, build_read_error
 from ...files.schema import read_bounded
 from ...packed import cache_info
 from ...packed.cache_info import CACHE_SIDECAR_SUFFIX, MAX_CACHE_INFO_BYTES, CacheInfo
@@ -247,7 +247,7 @@ def _resolve_name(path: str, names: list[str], requested_name: str | None) -> st
     if requested_name is None:
         raise MissingOptionError(f"{path}: has {len(names)} prefixes, say which with --name: {names_text}")
     if requested_name not in names:
-        raise SourceError(f"{path}: has no prefix {requested_name!r}; it has {names_text}")
+        raise UnsuitableOptionError(f"{path}: has no prefix {requested_name!r}; it has {names_text}")
     return requested_name
 
 
@@ -284,9 +284,9 @@ def _read_sidecar_document(path: Path) -> tuple[bytes, str] | None:
 
 
 def validate_prefix_name(name: str) -> str:
-    """Return a valid prefix name, one plain part of a path; raise `OutputError` for others."""
+    """Return a valid prefix name, one plain part of a path; raise `OptionError` for others."""
     if not name or name in (".", "..") or re.search(r"[/\\\0]", name) or len(name.encode()) > 200:
-        raise OutputError(f"{name!r:.220}: is not a name for a prefix: expected a plain file name")
+        raise OptionError(f"{name!r:.220}: is not a name for a prefix: expected a plain file name")
     return name
 
 

@@ -18,7 +18,7 @@ from ...arrays.layers import format_array_name
 from ...arrays.source import PACKED_FILES_KEY, Source
 from ...bundle.manifest import MANIFEST_NAME, dump_packed_record
 from ...dtypes import PARTS
-from ...errors import KvmnnError, OptionError, SourceError
+from ...errors import KvmnnError, MissingFileError, OptionError, SourceError, UnsuitableOptionError
 from ...files.mapped_file import FileHead, MappedFile
 from ...packed import cache_info
 from ...packed.cache_info import CacheInfo, LayerInfo, TokenIdsFingerprint, compute_file_sizes
@@ -372,7 +372,9 @@ def _resolve_layout(files: PackedFiles, options: PackedOptions, sidecar_info: Ca
                     f"{files.path}: its files hold {layout_text} by their document, the bundle "
                     f"{describe_layout(candidates[0][1])}"
                 )
-            raise SourceError(f"{files.path}: its document says {layout_text}, which is not what was asked for")
+            raise UnsuitableOptionError(
+                f"{files.path}: its document says {layout_text}, which is not what was asked for"
+            )
         match = LayoutMatch(sidecar_info.layout, "", tuple(layer.capacity for layer in sidecar_info.layers))
         return LayoutChoice(match, layer_heads=tuple(layer.heads for layer in sidecar_info.layers))
     tokens = options.valid_tokens or ((options.token_ids.count,) if options.token_ids else ())
@@ -425,7 +427,9 @@ def _resolve_tokens(
     num_layers, notes = len(files.layers), []
     if options.valid_tokens:
         if len(options.valid_tokens) not in (1, num_layers):
-            raise SourceError(f"{files.path}: {len(options.valid_tokens)} numbers of tokens for {num_layers} layers")
+            raise UnsuitableOptionError(
+                f"{files.path}: {len(options.valid_tokens)} numbers of tokens for {num_layers} layers"
+            )
         tokens = options.valid_tokens if len(options.valid_tokens) == num_layers else options.valid_tokens * num_layers
     elif sidecar_info:
         tokens = tuple(layer.tokens for layer in sidecar_info.layers)
@@ -443,7 +447,8 @@ def _resolve_tokens(
         notes = [f"{guess.num_tokens} tokens inferred: {guess.reason}"]
     for layer, num_tokens, capacity in zip(files.layers, tokens, match.capacities, strict=True):
         if not 1 <= num_tokens <= capacity:
-            raise SourceError(
+            error_type = UnsuitableOptionError if options.valid_tokens else SourceError
+            raise error_type(
                 f"{files.path}: layer {layer.layer}: {num_tokens} tokens: expected at least 1 and at most {capacity}, "
                 "which the files have room for"
             )
@@ -559,6 +564,8 @@ def open_packed(path: str, options: PackedOptions | None = None) -> PackedCacheR
     options = options or PackedOptions()
     files = find_packed(path, options)
     if files is None:
+        if not os.path.lexists(path):
+            raise MissingFileError(f"{path}: cannot be read: No such file or directory")
         has_manifest = os.path.isfile(os.path.join(path, MANIFEST_NAME))
         remedy = (
             "; it has a manifest: kvmnn decode or kvmnn mnn pack writes packed files from it" if has_manifest else ""

@@ -17,7 +17,7 @@ from ...arrays.layers import LayerArray, require_common_geometry
 from ...arrays.llama_transforms import Transform, has_lossy_inverse
 from ...arrays.source import list_losses, qualify_label
 from ...dtypes import PART_LETTERS, PARTS, Part
-from ...errors import KvmnnError
+from ...errors import KvmnnError, OptionError
 from ...files.atomic import DirectoryOutput, StagedFile, wrap_os_errors
 from ...files.file_names import list_with_contents
 from ...files.mapped_file import MappedFile
@@ -163,6 +163,9 @@ def build_prefix_info(
         ]
         info = replace(reference_info, kind="prefix", layout=layout)
     if capacity:
+        max_tokens = max(layer.tokens for layer in layers)
+        if capacity < max_tokens:
+            raise OptionError(f"capacity is {capacity}: expected at least the {max_tokens} tokens of the arrays")
         layers = [replace(layer, capacity=capacity) for layer in layers]
     for layer in layers:
         layout.check_capacity(layer.capacity)

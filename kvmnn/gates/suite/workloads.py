@@ -355,11 +355,9 @@ class PromptTexts:
         size = max(*self._settings.prompts, self._settings.quality_tokens)
         if texts:
             documents = self._read(texts, count * (size + 1))
-        elif self._tokenizer is not None:
-            text = read_long_sample_text()
-            documents = [build_document_from_text(SAMPLE_NAME, text, self._tokenizer, count * (size + 1))]
         else:
-            raise KvmnnError(f"{self._model}: has no tokenizer.json (--tokenizer)")
+            tokenizer, text = self._tokenizer or Tokenizer.open_for_model(self._model), read_long_sample_text()
+            documents = [build_document_from_text(SAMPLE_NAME, text, tokenizer, count * (size + 1))]
         self.documents = [part for document in documents for part in split_document(document, size)][:count]
 
     @property

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ..._util.packages import get_version, import_optional
 from ...dense import RopeConfig
 from ...dtypes import Floats
-from ...errors import ModelError, SourceError
+from ...errors import MissingFileError, ModelError, SourceError
 from ...files.atomic import DirectoryOutput, StagedFile
 from ...files.mapped_file import read_head
 from ...formats.llama import gguf
@@ -107,6 +107,8 @@ def import_model(
     validate_weight_dtype(dtype)
     check_replaceable(Path(output), overwrite=overwrite)
     source = str(path)
+    if not Path(source).exists():
+        raise MissingFileError(f"{source}: cannot be read: No such file or directory")
     parts = _read_checkpoint_parts(source) if Path(source).is_dir() else _read_gguf_parts(source)
     config = parts.config
     with DirectoryOutput(output, force=overwrite, exclude=[source], replace_existing=True) as folder:

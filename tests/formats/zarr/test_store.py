@@ -230,7 +230,7 @@ def test_zarr_store_unsupported_options_are_refused(arrays: Path, tmp_path: Path
     assert made.manifest.arrays[0].frames[-1].file == "layer_0.key/c/1/9/0"
     assert '"effort": "fast"' in (tmp_path / "x.zarr/one/zarr.json").read_text()
     assert "no output given" in run("decode", tmp_path / "x.zarr", code=2).err
-    assert "cannot hold 7 arrays" in run("decode", tmp_path / "x.zarr", "-o", tmp_path / "y.npy", code=1).err
+    assert "cannot hold 7 arrays" in run("decode", tmp_path / "x.zarr", "-o", tmp_path / "y.npy", code=2).err
     assert "is about frames" in run("decode", tmp_path / "x.zarr", "--output-kind", "dump", "-o", "y/", code=2).err
     assert "kvmnn diff compares two" in run("verify", tmp_path / "x.zarr", "--against", arrays, code=2).err
 

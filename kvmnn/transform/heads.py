@@ -33,11 +33,11 @@ def split_heads(profile: Profile) -> Profile:
     Raises
     ------
     KvmnnError
-        For a profile without transform tables, or whose layers have different numbers of heads.
+        For a profile without transform tables, whose layers have different numbers of heads, or whose tables are of
+        no model: a basis without an inverse, or variances beyond float64.
     """
     moments = HeadMoments(profile)
-    arrays = build_tables(moments, moments.metrics, moments.sensitivities)
-    return Profile(moments.describe(), arrays)
+    return Profile(moments.describe(), build_tables(moments, moments.metrics, moments.sensitivities))
 
 
 class HeadMoments:
@@ -72,7 +72,13 @@ class HeadMoments:
         self._chain_sides: list[_Side] = []
         self._chain = np.zeros((0, 0))
         for layer, geometry in enumerate(profile.layers):
-            self._add_layer(layer, geometry)
+            try:
+                with np.errstate(over="raise", invalid="raise"):
+                    self._add_layer(layer, geometry)
+            except (FloatingPointError, np.linalg.LinAlgError) as error:
+                raise KvmnnError(
+                    f"layer {layer}: the transform tables of the profile are of no model: {error}"
+                ) from None
         self.metrics = Metrics(self._metrics["key"], self._metrics["value"])
         self.sensitivities = self._sensitivities if self._is_measured else None
 

@@ -102,3 +102,11 @@ def test_split_heads_refuses_layers_of_different_heads() -> None:
     geometries = [*create_geometries(1, 2, 8, 8, None), *create_geometries(1, 1, 8, 8, None)]
     with pytest.raises(KvmnnError, match="different numbers of heads"):
         split_heads(create_profile(geometries, (0,), is_measured=False))
+
+
+@pytest.mark.parametrize(("name", "value"), [("transform/1/key/basis.0", 0), ("transform/1/value/levels.0", 32767)])
+def test_split_heads_refuses_tables_of_no_model(name: str, value: int) -> None:
+    profile = create_profile(GEOMETRIES, (0,))
+    arrays = {key: np.full_like(array, value) if key == name else array for key, array in profile.arrays.items()}
+    with pytest.raises(KvmnnError, match="layer 1"):
+        split_heads(Profile(profile.info, arrays))

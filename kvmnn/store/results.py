@@ -205,6 +205,8 @@ class CleanupResult(Record):
     dtypes: tuple[str, ...] = ()
     #: Files in the store that kvmnn did not write; they were kept.
     foreign: tuple[str, ...] = ()
+    #: Bytes above the limit of a garbage collection that are left, as pins keep them.
+    excess_bytes: int = field(default=0, metadata={"omit": True})
     #: Whether the store is one of transform streams, whose K and V are not exactly those that were put.
     is_lossy: bool = field(default=False, metadata={"omit": True})
 
@@ -234,10 +236,15 @@ _MAX_NAMES_SHOWN = 5
 _PINNED_REASON = "it is pinned"
 
 
+def count_excess_bytes(stored_bytes: int, max_bytes: int | None) -> int:
+    """Return the bytes above a limit; None is none."""
+    return 0 if max_bytes is None else max(stored_bytes - max_bytes, 0)
+
+
 def explain_pinned_bytes(stored_bytes: int, max_bytes: int | None) -> str:
     """Explain why a store is still above its limit; empty if it is not."""
     return (
-        f"{stored_bytes:,} bytes are left, of texts that are pinned"
+        f"{stored_bytes:,} bytes are left, {stored_bytes - max_bytes:,} above the limit, of texts that are pinned"
         if max_bytes is not None and stored_bytes > max_bytes
         else ""
     )

@@ -218,6 +218,9 @@ def test_store_stat_ls_pin_rm_gc_export_import(here: Path, run) -> None:
     assert run("store", "pin", "S", "--token-ids", "long.json").out == "50 tokens: pinned\n"
     assert run("store", "pin", "S", "--token-ids", "long.json").out == "50 tokens: pinned as before\n"
     assert "the text is pinned" in run("store", "rm", "S", "--token-ids", "long.json", code=1).err
+    assert "above the limit, of texts that are pinned" in run("store", "gc", "S", "--size-limit", "9", code=1).out
+    document = json.loads(run("store", "gc", "S", "--size-limit", "9", "--json", code=1).out)
+    assert document["error"] == document["kept"] and document["excess_bytes"] > 0
     assert run("store", "unpin", "S", "--token-ids", "long.json").out == "50 tokens: not pinned\n"
     run("store", "export", "S", "--token-ids", "long.json", "-o", "long.prefix")
     run("store", "import", "T", "long.prefix", "--size-limit", "1M")

@@ -264,7 +264,9 @@ def test_gc_keeps_pinned_texts(store: PrefixStore) -> None:
     put(store, [9, 9, 9])
     store.pin(range(8), model=MODEL)
     store.pin(range(8), model=MODEL)
-    assert store.gc(max_bytes=0).kept == f"{store.stats().bytes:,} bytes are left, of texts that are pinned"
+    result, nbytes = store.gc(max_bytes=7), store.stats().bytes
+    assert result.kept == f"{nbytes:,} bytes are left, {nbytes - 7:,} above the limit, of texts that are pinned"
+    assert result.excess_bytes == nbytes - 7
     assert store.match(range(16), model=MODEL) == 8
     assert store.stats().pinned == 1
     assert store.ls().texts[0].pinned

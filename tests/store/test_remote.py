@@ -163,7 +163,9 @@ def test_remote_gc_keeps_prefixes_and_pinned_texts(url: str) -> None:
         assert not store.pin(range(8), model=MODEL).was_pinned
         assert store.pin(range(8), model=MODEL).was_pinned
         assert store.ls().texts and store.stats().pinned == 1
-        assert store.gc(max_bytes=0).kept == f"{store.stats().bytes:,} bytes are left, of texts that are pinned"
+        result, nbytes = store.gc(max_bytes=7), store.stats().bytes
+        assert result.kept == f"{nbytes:,} bytes are left, {nbytes - 7:,} above the limit, of texts that are pinned"
+        assert result.excess_bytes == nbytes - 7
         assert store.match(range(16), model=MODEL) == 8
         assert store.ls().texts[0].pinned
         assert "it is pinned" in store.delete(range(8), model=MODEL).kept

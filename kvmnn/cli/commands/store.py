@@ -304,6 +304,11 @@ def _run_verify(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Comm
     return verify_result, 1 if verify_result.damaged or verify_result.beside or verify_result.anew else 0
 
 
+def _run_gc(store: PrefixStore, arguments: argparse.Namespace) -> tuple[CommandResult, int]:
+    cleanup_result = store.gc(arguments.store_bytes)
+    return cleanup_result, 1 if cleanup_result.excess_bytes else 0
+
+
 def _load_ids(arguments: argparse.Namespace) -> Any:
     from ...errors import KvmnnError
     from ...store.namespace import to_token_ids
@@ -525,7 +530,7 @@ STORE_ACTIONS: dict[str, Any] = {
     "ls": lambda store, arguments: (store.ls(), 0),
     "stat": _run_stat,
     "verify": _run_verify,
-    "gc": lambda store, arguments: (store.gc(arguments.store_bytes), 0),
+    "gc": _run_gc,
     "rm": _run_remove,
     "pin": _make_sequence_action("pin"),
     "unpin": _make_sequence_action("unpin"),
@@ -792,6 +797,8 @@ def _explain_failure(action: str, result: Any) -> str:
         return "nothing of this text is stored"
     if action == "verify":
         return "; ".join((*result.damaged, *result.beside, *result.anew))
+    if action == "gc":
+        return str(result.kept)
     return "; ".join(result.notes)
 
 

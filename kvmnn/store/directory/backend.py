@@ -59,6 +59,7 @@ from ..results import (
     StoreListing,
     StoreStats,
     StoreVerifyResult,
+    count_excess_bytes,
     explain_kept_part,
     explain_pinned_bytes,
 )
@@ -771,6 +772,7 @@ class DirectoryBackend:
             other_files=num_other_files,
             other_bytes=other_bytes,
             kept=explain_pinned_bytes(remaining_bytes, max_bytes),
+            excess_bytes=count_excess_bytes(remaining_bytes, max_bytes),
             foreign=tuple(sorted(iter_foreign_files(self.folder))),
         )
 

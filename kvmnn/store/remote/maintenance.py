@@ -36,6 +36,7 @@ from ..results import (
     StoreListing,
     StoreStats,
     StoreVerifyResult,
+    count_excess_bytes,
     explain_kept_part,
     explain_pinned_bytes,
 )
@@ -143,6 +144,7 @@ class RemoteBackend(RemoteBackendBase):
             other_files=len(deletable_names) + self.key_values.remove_stale(),
             young_files=len(unused_names) - len(deletable_names),
             kept=explain_pinned_bytes(self._last_bytes.get(None, 0), max_bytes),
+            excess_bytes=count_excess_bytes(self._last_bytes.get(None, 0), max_bytes),
             foreign=tuple(sorted({*(f"units/{name}" for name in foreign_names), *self.key_values.list_foreign()})),
         )
 

@@ -47,6 +47,15 @@ class ProfileFinder:
         if name not in self._names:
             self._names.append(name)
 
+    def with_folders_of(self, path: str | os.PathLike[str]) -> ProfileFinder:
+        """Return a finder that also looks in the folder of a file, and in the one above."""
+        folder = Path(path).absolute().parent
+        finder = ProfileFinder(
+            os.fspath(path), self._caller_profile or self._path, [*self._folders, folder, folder.parent]
+        )
+        finder._names = list(self._names)
+        return finder
+
     def read_caller_profile(self) -> Profile | None:
         """Return the profile that the caller names; None if that is none.
 

@@ -830,7 +830,7 @@ class PrefixStore:
         exported = (
             path
             if isinstance(path, ExportedSequence)
-            else load_exported(path, self._threads, self._key, profile=self._backend.profiles)
+            else load_exported(path, self._threads, self._key, profile=self._backend.profiles.with_folders_of(path))
         )
         file_label = read_exported_label(file, self._key) if label is None else None
         ready_units = ReadyUnits(exported.lossy_streams)

@@ -659,7 +659,15 @@ def test_store_by_a_profile_says_lossy_in_every_action(here: Path, run) -> None:
         "LOSSY as stored"
         in run("store", "export", "S", "--token-ids", "long.json", "-o", "x.kv", "--profile", "elsewhere").out
     )
-    refused = run("store", "import", "T", "x.kv", "--profile", "elsewhere", code=2).err
-    assert "is LOSSY" in refused
+    run("store", "put", "plain", "kv.npz", "--token-ids", "long.json", "--fingerprint", "m")
+    Path("far/away").mkdir(parents=True)
+    shutil.copy("x.kv", "far/away/x.kv")
+    for name in ("T", "plain"):  # no advice to name the profile, which would lead nowhere
+        for options in ((), ("--profile", "elsewhere")):
+            refused = run("store", "import", name, "far/away/x.kv", *options, code=2).err
+            assert "is LOSSY" in refused and "--codec transform:PROFILE" in refused
+    assert not Path("T").exists()
+    assert "--profile FILE" in run("store", "import", "U", "far/away/x.kv", code=1).err
+    run("store", "import", "U", "far/away/x.kv", "--profile", "elsewhere")
     assert "LOSSY" in run("store", "import", "V", "x.kv", "--codec", "transform:elsewhere").out
     assert json.loads(run("store", "stat", "V", "--json").out)["codec_options"] == {"kl": 0.002}  # the default

@@ -867,9 +867,12 @@ def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
         if arguments.action == "import":
             from ...store.export import check_import, load_exported
 
-            arguments.read = load_exported(arguments.inputs[0], key=key, profile=profile)
             if new_folder is not None:
                 check_import(arguments.inputs[0], key, is_lossy_store=codec == "transform")
+            is_existing = new_folder is None and "://" not in arguments.store
+            # a directory that is there knows whether it takes the file, and where its profile is
+            file = arguments.inputs[0]
+            arguments.read = file if is_existing else load_exported(file, key=key, profile=profile)
         else:
             arguments.read = _load_source(arguments)
             arguments.made_by = _choose_put_model(arguments)

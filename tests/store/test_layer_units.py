@@ -18,7 +18,7 @@ from linear_samples import make_cache, make_profile
 
 from kvmnn import LayerCache
 from kvmnn.dense.rope import RopeConfig
-from kvmnn.errors import KvmnnError, OptionError, SourceError
+from kvmnn.errors import KvmnnError, ManifestError, OptionError, SourceError
 from kvmnn.linear import encode_layers
 from kvmnn.profiles import Profile
 from kvmnn.store import PrefixStore, read_exported
@@ -364,6 +364,24 @@ def test_remote_transform_store_with_lost_or_wrong_settings_stays_lossy(tmp_path
         assert [("is missing" in note) for note in store.notes] == [True] * (change == "removed")
         assert store.get(IDS, model=MODEL).label == store.get_by_layer(IDS, model=MODEL).label == "LOSSY"
         assert "LOSSY" in str(store.stats()) and "LOSSY" in str(store.ls())
+
+
+def test_remote_lost_settings_advice_has_the_codec_of_the_units(tmp_path: Path) -> None:
+    """Of a text shorter than a block nothing says how many tokens a block has."""
+    pytest.importorskip("fsspec")
+    with PrefixStore(f"file://{tmp_path}/r", codec="transform", profile=PROFILE) as store:
+        store.put(IDS[:2], [take(cache, 2) for cache in CACHES], model=MODEL)
+    settings = tmp_path / "r" / "store" / "about"
+    settings.write_text("{")
+    with pytest.raises(
+        ManifestError, match=r"such as .*codec and key of the profile are those of the units"
+    ) as refused:
+        PrefixStore(f"file://{tmp_path}/r", create=False).ls()
+    example = re.search(r"such as (\{.*\})", str(refused.value))
+    assert example is not None
+    settings.write_text(example[1])
+    with PrefixStore(f"file://{tmp_path}/r", profile=PROFILE, create=False) as store:
+        assert store.get(IDS[:2], model=MODEL).label == "LOSSY"
 
 
 def test_profile_store_without_settings_keeps_its_profile(tmp_path: Path) -> None:

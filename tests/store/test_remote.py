@@ -425,7 +425,9 @@ def test_remote_damaged_settings_are_rebuilt_from_units(url: str, codec: str) ->
         assert values.get_many([SETTINGS_NAME]) == [good]
         store.delete(ids, model=MODEL)
         values.put_many({SETTINGS_NAME: b"{"})
-        with pytest.raises(ManifestError, match=r"store/about.*; write what the store was made with there, such as "):
+        with pytest.raises(
+            ManifestError, match=r"store/about.*; write what the store was made with into store/about, such as "
+        ):
             PrefixStore(url)
 
 

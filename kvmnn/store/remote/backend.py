@@ -32,6 +32,7 @@ from ..backend import (
     UnitSlice,
     check_settings_match,
     encode_settings,
+    explain_settings,
     infer_settings,
     parse_settings,
     select_fitting,
@@ -92,6 +93,8 @@ _MAX_EQUAL_RECORDS_READ = 4
 """Records that are read where any of them would do: one may be damaged or evicted."""
 _MAX_SAMPLED_RECORDS = 64
 """Records from which lost settings are inferred."""
+_MAX_ADVICE_UNITS = 4
+"""Units that are read for an example of settings that cannot be inferred."""
 _TICK_NAME, _CLOCK_NAME = "store/tick", "store/clock"
 _TOUCH_INTERVAL_SECONDS = 1.0
 """Uses are collected this long before they are written."""
@@ -746,8 +749,12 @@ class RemoteBackendBase:
                     self.key_values.put_many({SETTINGS_NAME: encode_settings(inferred)})
                 self.notes.append(f"{error}: it was lost or damaged, and is made again by what a unit says")
                 return inferred
-        example = encode_settings(StoreSettings(64, "dense", key_check=self.cipher.key_check)).decode().strip()
-        raise ManifestError(f"{error}; write what the store was made with there, such as {example}") from None
+        unit_names = [f"units/{name}" for name in self.key_values.list_names("units")[:_MAX_ADVICE_UNITS]]
+        headers = []
+        for data in self.key_values.get_many(unit_names):
+            with suppress(DamagedUnitError):
+                headers.append(parse_header(np.frombuffer(data or b"", np.uint8)))
+        raise ManifestError(f"{error}; {explain_settings(SETTINGS_NAME, self.cipher, headers)}") from None
 
     def _iter_branches(self, sequence: TokenSequence, num_blocks: int, next_ids: Ids) -> Iterator[UnitSlice]:
         """Yield what follows the last whole block, as far as it matches."""

@@ -219,6 +219,14 @@ def parse_completeness(metadata: dict[str, str], names: Iterable[str], where: st
     return None if text is None else load_completeness_json(text, names, f"{where}: metadata {COMPLETENESS_KEY!r}")
 
 
+def check_source(source: object, alternative: str) -> None:
+    """Raise `TypeError` for anything but a `Source`; `alternative` is the function that takes paths."""
+    if not isinstance(source, Source):
+        raise TypeError(
+            f"source is {type(source).__name__}: expected what kvmnn.open returns; {alternative} takes paths"
+        )
+
+
 def list_losses(loss: str | Mapping[str, str] | None) -> list[str]:
     """Return a line about what K and V have lost, of a sentence or of metadata; empty if nothing is recorded."""
     text = loss if isinstance(loss, str) else (loss or {}).get(LOSSY_KEY)

@@ -32,7 +32,7 @@ from ..arrays.array import Chunk, LazyArray
 from ..arrays.completeness import Completeness, format_missing
 from ..arrays.engine_metadata import add_completeness_metadata, dump_metadata
 from ..arrays.naming import parse_layer, parse_part
-from ..arrays.source import DEQUANTIZED_KEY, FILE_KEY, Source, list_losses, qualify_label
+from ..arrays.source import DEQUANTIZED_KEY, FILE_KEY, Source, check_source, list_losses, qualify_label
 from ..dtypes import PARTS, Part
 from ..errors import KvmnnError, ManifestError, OptionError, OutputError, SourceError
 from ..files.atomic import BinaryStream, DirectoryOutput, FileOutput, StagedFile, is_device
@@ -824,6 +824,7 @@ def encode_source(
         When an input is damaged, the output exists or cannot be written, or a frame does not decode to its input.
         Nothing remains then.
     """
+    check_source(source, "kvmnn.bundle.encode")
     options = options or EncodeOptions()
     start_time = time.perf_counter()
     # A whole file records its engine, but not the layers of its caches.

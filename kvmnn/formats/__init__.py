@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .hf.saved import describe_damage
     from .hf.to_cache import to_cache
     from .inspection import ArraysInfo, inspect
+    from .layer_streams.codecs import LayerStreamOptions
     from .mnn.packed_files import PackedFiles
     from .mnn.packed_reader import PackedCacheReader, find_packed, open_packed_files
     from .options import EngineOptions, PackedOptions, ReadOptions
@@ -39,6 +40,7 @@ else:
             "hf.saved": "describe_damage",
             "hf.to_cache": "to_cache",
             "inspection": "ArraysInfo inspect",
+            "layer_streams.codecs": "LayerStreamOptions",
             "mnn.packed_files": "PackedFiles",
             "mnn.packed_reader": "PackedCacheReader find_packed open_packed_files",
             "options": "EngineOptions PackedOptions ReadOptions",
@@ -63,6 +65,7 @@ __all__ = [
     "EngineOptions",
     "FileFormat",
     "Format",
+    "LayerStreamOptions",
     "PackedCacheReader",
     "PackedFiles",
     "PackedOptions",

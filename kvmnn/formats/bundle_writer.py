@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import PurePath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
@@ -14,6 +14,8 @@ from ..bundle.encoder import EncodeOptions, EncodeResult, encode_source
 from ..errors import OptionError
 from ..files.file_names import FRAME_SUFFIX, FRAMES_FOLDER_SUFFIX
 from . import registry
+from .layer_streams.codecs import LayerStreamOptions
+from .layer_streams.writer import EncodeLayersResult, encode_layers
 from .options import ReadOptions
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ def name_output(path: str, num_arrays: int) -> str:
     return path.rstrip("/" + os.sep) + (FRAME_SUFFIX if num_arrays == 1 else FRAMES_FOLDER_SUFFIX)
 
 
+@overload
 def encode(
     values: object,
     output: str | os.PathLike[str] | None = None,
@@ -36,8 +39,31 @@ def encode(
     read_options: ReadOptions | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
-) -> EncodeResult:
-    """Encode a file, a cache in memory or arrays into frames with their manifest, decode them and compare them.
+) -> EncodeResult: ...
+
+
+@overload
+def encode(
+    values: object,
+    output: str | os.PathLike[str],
+    options: LayerStreamOptions,
+    *,
+    read_options: ReadOptions | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> EncodeLayersResult: ...
+
+
+def encode(
+    values: object,
+    output: str | os.PathLike[str] | None = None,
+    options: EncodeOptions | LayerStreamOptions | None = None,
+    *,
+    read_options: ReadOptions | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> EncodeResult | EncodeLayersResult:
+    """Encode a file, a cache in memory or arrays, decode the result and compare it.
 
     Parameters
     ----------
@@ -46,7 +72,9 @@ def encode(
     output
         A file for one array, a folder for several. Default for a path: its name with ``.frame`` or ``.frames/``.
     options
-        Predictors, codecs, effort, dense streams and more; as for `kvmnn.bundle.encode_source`.
+        Predictors, codecs, effort, dense streams and more; as for `kvmnn.bundle.encode_source`. With
+        `kvmnn.formats.LayerStreamOptions`, K and V of every layer become streams by the profile of a model in the
+        folder `output`, losslessly or with a loss; otherwise frames with their manifest.
     read_options
         How to read `values`: as `options` of `kvmnn.open`.
     overwrite
@@ -56,8 +84,8 @@ def encode(
 
     Returns
     -------
-    EncodeResult
-        Sizes, ratio and manifest. ``kvmnn.open(result.output)`` reads the arrays back, in their shapes.
+    EncodeResult or EncodeLayersResult
+        Label, sizes, ratio and manifest. ``kvmnn.open(result.output)`` reads the arrays back, in their shapes.
 
     Raises
     ------
@@ -72,6 +100,10 @@ def encode(
         source = Source([from_numpy(ARRAY_NAME, values)])
     else:
         source = values if isinstance(values, Source) else registry.open(values, read_options)
+    if isinstance(options, LayerStreamOptions):
+        if output is None:
+            raise OptionError("no output given: layer streams need a folder")
+        return encode_layers(source, os.fspath(output), options, force=overwrite, progress=progress)
     if output is None:
         if not isinstance(values, str | os.PathLike) or not PurePath(values).name.strip("."):
             raise OptionError("no output given, and the input has no name: specify output")

@@ -33,11 +33,11 @@ from ..errors import KvmnnError, LimitError, ManifestError, OptionError, SourceE
 from ..files.atomic import BinaryStream
 from ..files.mapped_file import FileHead, MappedFile
 from . import llama, mlx, npy, raw, vllm, zarr
-from .base import FileFormat, Format, PathFormat
+from .base import FileFormat, Format, PathFormat, has_format
 from .detection_errors import explain_unknown_file, explain_unknown_folder
 from .frames import make_frame_source
 from .hf import in_memory, saved
-from .layer_streams.reader import LAYER_STREAMS
+from .layer_streams.reader import LAYER_STREAMS, restore_layers
 from .mnn import dump, restore_dump
 from .mnn.packed_reader import PACKED, is_named_as_packed
 from .mnn.prefix_restorer import RestorePrefixResult, can_restore_prefix, restore_prefix
@@ -464,7 +464,7 @@ def find_restored_form(frames: FrameSet, output: str | None) -> RestoredForm:
 
 
 def restore(
-    frames: FrameSet,
+    frames: FrameSet | str | os.PathLike[str],
     output: str | os.PathLike[str] | BinaryStream,
     options: DecodeOptions | None = None,
     *,
@@ -477,7 +477,10 @@ def restore(
 
     Parameters
     ----------
-    frames, output, options, force, progress
+    frames
+        `kvmnn.bundle.open_frames`; or the path of frames, of a bundle, of layer streams or of a Zarr store. The arrays
+        of the last two are written; layer streams take no stream as output.
+    output, options, force, progress
         See the functions of the forms.
     form
         Plain ``"arrays"`` (`restore_arrays`), the whole ``"file"`` of another engine (`restore_file`), a KV ``"dump"``
@@ -492,6 +495,11 @@ def restore(
     KvmnnError
         The errors of the functions of the forms; nothing remains of the output then.
     """
+    if isinstance(frames, str | os.PathLike):
+        path, limits = os.fspath(frames), options or DecodeOptions()
+        if has_format(path, LAYER_STREAMS) or has_format(path, zarr.ZARR):
+            return _restore_source(path, output, limits, form, force=force, progress=progress)
+        frames = open_frames(path, options=limits)
     if form in ("dump", "prefix"):
         if not isinstance(output, str | os.PathLike):
             raise OptionError(f"a stream carries one file, not a {form}: use -o DIR/")
@@ -501,3 +509,23 @@ def restore(
         return restore_prefix(frames, folder, options, expected=expected, force=force, progress=progress)
     restore_form = restore_file if form == "file" else restore_arrays
     return restore_form(frames, output, options, force=force, progress=progress)
+
+
+def _restore_source(
+    path: str,
+    output: str | os.PathLike[str] | BinaryStream,
+    limits: DecodeOptions,
+    form: RestoredForm,
+    *,
+    force: bool,
+    progress: Progress | None,
+) -> RestoreResult:
+    """Write the arrays of layer streams or of a Zarr store, which have no other form."""
+    if form != "arrays":
+        raise OptionError(f"{path}: form is {form!r}: expected 'arrays', as these are no frames")
+    options = ReadOptions(threads=limits.threads, max_bytes=limits.max_bytes, decode_frames=False)
+    if has_format(path, zarr.ZARR):
+        return zarr.restore_store(path, output, options, force=force, progress=progress)
+    if not isinstance(output, str | os.PathLike):
+        raise OptionError(f"{path}: layer streams are restored into a file or folder, not a stream")
+    return restore_layers(path, os.fspath(output), options, force=force, progress=progress)

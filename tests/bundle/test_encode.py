@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import transform_samples
 
 import kvmnn
 from kvmnn.errors import MissingFileError, OptionError, OutputError, SourceError
@@ -77,3 +78,29 @@ def test_file_not_found_is_raised_by_readers_of_other_files(tmp_path: Path) -> N
     ):
         with pytest.raises(FileNotFoundError):
             read()
+
+
+def test_encode_source_of_a_path_names_the_function_that_takes_paths(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"source is str: .* kvmnn\.bundle\.encode takes paths"):
+        kvmnn.bundle.encode_source("k.npy", tmp_path / "o")  # type: ignore[arg-type]
+
+
+def test_restore_of_a_path_reads_frames_streams_and_stores(tmp_path: Path) -> None:
+    arrays = {f"layer_0.{part}": np.arange(48, dtype=np.float32).reshape(2, 6, 4) for part in ("key", "value")}
+    np.savez(tmp_path / "a.npz", **arrays)
+    frames, streams, store = tmp_path / "frames", tmp_path / "streams", tmp_path / "x.zarr"
+    kvmnn.bundle.encode(tmp_path / "a.npz", frames)
+    kvmnn.formats.encode_store(kvmnn.open(tmp_path / "a.npz"), store)
+    geometry = transform_samples.create_geometries(1, 2, 4, 4, kvmnn.RopeConfig(10000.0, 4))
+    transform_samples.create_profile(geometry).write(tmp_path / "p.kvmp")
+    options = kvmnn.formats.LayerStreamOptions(codec="transform", profile=str(tmp_path / "p.kvmp"))
+    assert kvmnn.bundle.encode(tmp_path / "a.npz", streams, options).label == "LOSSY"
+    for path in (str(frames), streams, store):
+        kvmnn.formats.restore(path, tmp_path / "back.npz", force=True)
+        with np.load(tmp_path / "back.npz") as back:
+            assert all((back[name] == kvmnn.open(path)[name].to_numpy()).all() for name in arrays)
+            assert path == streams or all((back[name] == arrays[name]).all() for name in arrays)
+    with pytest.raises(FileNotFoundError):
+        kvmnn.formats.restore(tmp_path / "gone", tmp_path / "back.npz")
+    with pytest.raises(kvmnn.KvmnnError, match="form is 'dump'"):
+        kvmnn.formats.restore(streams, tmp_path / "dump", form="dump")

@@ -19,7 +19,7 @@ from ..._util.text import LOSSY, format_rate, pluralize
 from ...arrays.engine_metadata import dump_metadata
 from ...arrays.layer_cache import LayerCache
 from ...arrays.layers import LayerArray, collect_layers, format_array_name, format_input_prefix
-from ...arrays.source import DEQUANTIZED_KEY, WHOLE_FILE_KEYS, Source, list_losses
+from ...arrays.source import DEQUANTIZED_KEY, WHOLE_FILE_KEYS, Source, check_source, list_losses
 from ...dtypes import Elements
 from ...errors import KvmnnError, OptionError, OutputError
 from ...files.atomic import DirectoryOutput
@@ -240,6 +240,7 @@ def encode_layers(
     OutputError
         For an output that exists or cannot be written.
     """
+    check_source(source, "kvmnn.bundle.encode")
     start = time.perf_counter()
     profile = Profile.read(options.profile) if adapted is None else adapted
     reader, encoder = LayerReader(source), CacheEncoder(profile, options)

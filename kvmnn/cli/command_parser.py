@@ -361,6 +361,7 @@ _REPLACED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         for name in ("target_ratio", "keep_ratio", "alpha")
     ),
     ("--bytes-per-token", "--h2o bytes_per_token=N", ("plan",)),
+    ("--budget", "--policy NAME:budget=N", ("plan",)),
     ("--factor", "--group-tokens", ("compressor run",)),
     ("--codec frames", "--codec mnn", ("store",)),
 )

@@ -755,14 +755,18 @@ def keep_map(results: EvaluationResultsProtocol) -> Figure:
     from matplotlib.figure import Figure
 
     maps = [(trace, trace.keep_map) for trace in results.traces if trace.keep_map is not None and trace.keep_map.steps]
-    # The full cache keeps everything: its panel would be a triangle.
+    maps = [entry for entry in maps if entry[0].document == maps[0][0].document]
+    labels_by_map: dict[tuple[object, ...], list[str]] = {}
+    for trace, recorded_map in maps:
+        labels_by_map.setdefault(_make_map_key(recorded_map), []).append(trace.label)
     full = {row.label for row in results.rows if row.is_full} | {FullCache.name}
-    all_maps = [
+    # Where nothing is evicted, as in the full cache or behind a codec alone, the panel would be a triangle.
+    cut_maps = [
         (trace, recorded_map)
         for trace, recorded_map in maps
-        if trace.label not in full and trace.document == maps[0][0].document
+        if labels_by_map[_make_map_key(recorded_map)][0] == trace.label and _has_evicted(recorded_map)
     ]
-    shown_maps = all_maps[:MAX_KEEP_MAPS]
+    shown_maps = cut_maps[:MAX_KEEP_MAPS]
     if not shown_maps:
         raise NothingToShowError("no run that cuts the cache recorded which tokens live")
     columns = min(len(shown_maps), 3)
@@ -780,7 +784,8 @@ def keep_map(results: EvaluationResultsProtocol) -> Figure:
             image, cmap=colours, vmin=0, vmax=2, origin="lower", extent=(0, tokens, 0, tokens), interpolation="nearest"
         )
         axes.grid(False)
-        axes.set_title("\n".join(textwrap.wrap(trace.label, 36)[:2]), fontsize=9)
+        title_lines = textwrap.wrap(trace.label, 36, max_lines=3, placeholder=" ...")
+        axes.set_title("\n".join(title_lines), fontsize=9 if len(title_lines) < 3 else 8)
         map_text = f"layer {recorded_map.layer}, KV head {recorded_map.kv_head}"
         axes.text(0.03, 0.97, map_text, transform=axes.transAxes, va="top", fontsize=7.5, color=MUTED_COLOUR)
         if column == 0:
@@ -791,9 +796,33 @@ def keep_map(results: EvaluationResultsProtocol) -> Figure:
             axes.set_xlabel("tokens seen")
         else:
             axes.tick_params(labelbottom=False)
-    more_text = f" {len(all_maps) - len(shown_maps)} more not shown." if len(all_maps) > len(shown_maps) else ""
-    plot_style.add_caption(figure, f"Coloured: live. Grey: evicted. Document: {shown_maps[0][0].document}.{more_text}")
+    sentences = ["Coloured: live. Grey: evicted.", f"Document: {shown_maps[0][0].document}."]
+    for trace, recorded_map in shown_maps:
+        _, *equal_labels = labels_by_map[_make_map_key(recorded_map)]
+        if equal_labels:
+            sentences.append(f"As {trace.label}: {', '.join(equal_labels)}.")
+    hidden_labels = [
+        label for _, recorded_map in cut_maps[MAX_KEEP_MAPS:] for label in labels_by_map[_make_map_key(recorded_map)]
+    ]
+    if hidden_labels:
+        sentences.append(f"Not shown: {', '.join(hidden_labels)}.")
+    whole_labels = [trace.label for trace, entry in maps if not _has_evicted(entry) and trace.label not in full]
+    if whole_labels:
+        sentences.append(f"Nothing evicted: {', '.join(whole_labels)}.")
+    plot_style.add_caption(figure, " ".join(sentences))
     return figure
+
+
+def _make_map_key(recorded_map: KeepMap) -> tuple[object, ...]:
+    """Return a key that maps have in common in which the same tokens live."""
+    return recorded_map.layer, recorded_map.kv_head, recorded_map.steps, recorded_map.kept
+
+
+def _has_evicted(recorded_map: KeepMap) -> bool:
+    """Return whether any sample lacks a token."""
+    return any(
+        len(positions) < num_seen for num_seen, positions in zip(recorded_map.steps, recorded_map.kept, strict=True)
+    )
 
 
 def _make_line_styles(results: EvaluationResultsProtocol) -> dict[str, dict[str, Any]]:

@@ -230,17 +230,15 @@ def grow_figure(target_figure: Figure, *, extra_below: float = 0.0, extra_above:
 
 def _wrap_caption(text: str, width: float) -> list[str]:
     """Wrap the words to lines of at most `width` inches; a longer word has a line of its own."""
-    space = measure_text_inches("a a", _CAPTION_SIZE) - measure_text_inches("aa", _CAPTION_SIZE)
-    lines: list[list[str]] = []
-    used_inches = width
+    lines: list[str] = []
     for word in text.split():
-        word_inches = measure_text_inches(word, _CAPTION_SIZE)
-        if used_inches + space + word_inches > width:
-            lines.append([])
-            used_inches = -space
-        lines[-1].append(word)
-        used_inches += space + word_inches
-    return [" ".join(words) for words in lines]
+        # The whole line, not the sum of its words: outlines lack the margins of letters, which add up.
+        longer_line = f"{lines[-1]} {word}" if lines else word
+        if lines and measure_text_inches(longer_line, _CAPTION_SIZE) <= width:
+            lines[-1] = longer_line
+        else:
+            lines.append(word)
+    return lines
 
 
 def render_figure(target_figure: Figure, kind: str) -> bytes:

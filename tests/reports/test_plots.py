@@ -22,7 +22,7 @@ from kvmnn.errors import KvmnnError, MissingDependencyError, OutputError
 from kvmnn.evaluation.presets import expand_preset
 from kvmnn.reports import figures, plot_style, plots, series
 from kvmnn.reports.plot_style import PointLabel, label_points
-from kvmnn.reports.records import FullCacheDifference, KeepMap
+from kvmnn.reports.records import DocumentTrace, FullCacheDifference, KeepMap
 
 
 @pytest.fixture(scope="module")
@@ -262,6 +262,30 @@ def test_keep_map_image_of_long_document_is_bounded() -> None:
     assert set(image[:, -1].tolist()) == {0, 1}
 
 
+def test_keep_map_caption_names_all_rows_without_a_panel() -> None:
+    steps = tuple(range(1, 21))
+    windows = {f"streaming {size}": tuple(tuple(range(max(0, n - size), n)) for n in steps) for size in range(1, 12)}
+    windows["streaming 3 + q8_0"] = windows["streaming 3"]
+    windows["q8_0"] = tuple(tuple(range(n)) for n in steps)
+    rows = [row(label, label.split()[0], perplexity=9.0) for label in ("full", *windows)]
+    traces = [
+        DocumentTrace(
+            label=label,
+            document="a.txt",
+            step_tokens=steps,
+            cache_bytes=steps,
+            keep_map=KeepMap(layer=0, kv_head=0, steps=steps, kept=kept),
+        )
+        for label, kept in {"full": windows["q8_0"], **windows}.items()
+    ]
+    made = figures.keep_map(replace(results(rows), traces=tuple(traces)))
+    assert [axes.get_title() for axes in made.axes] == [f"streaming {size}" for size in range(1, 10)]
+    assert " ".join(made.texts[-1].get_text().split()) == (
+        "Coloured: live. Grey: evicted. Document: a.txt. As streaming 3: streaming 3 + q8_0. "
+        "Not shown: streaming 10, streaming 11. Nothing evicted: q8_0."
+    )
+
+
 # -- looks ------------------------------------------------------------------------------------------------------------
 
 
@@ -371,6 +395,15 @@ def test_tradeoff_points_are_all_labelled() -> None:
     numbers = [text for text in axes.texts if text.get_text().isdigit()]
     assert len(numbers) == len(sample.rows) - 1
     assert {text.get_text() for text in numbers} == {str(budget) for budget in BUDGETS}
+
+
+def test_add_caption_of_many_short_words_is_inside_the_figure() -> None:
+    from matplotlib.figure import Figure
+
+    made = Figure(figsize=(10.25, 4), dpi=150)
+    plot_style.add_caption(made, "h2o 1 + q8_0, " * 60)
+    box = laid_out(made).texts[-1].get_window_extent()
+    assert box.x0 >= 0 and box.x1 <= made.bbox.width
 
 
 def laid_out(made: Any) -> Any:

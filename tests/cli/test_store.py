@@ -422,16 +422,16 @@ def test_store_token_ids_on_the_command_line(here: Path, run, ids: str) -> None:
 def test_store_lost_index_is_rebuilt_with_warning(here: Path, run) -> None:
     run("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m")
     Path("S/index.sqlite").unlink()
-    error = run("store", "match", "S", "--token-ids", "long.json", code=1).err
-    assert "is damaged (index.sqlite is gone); open the store for writing (kvmnn store verify)" in error
+    warning = "kvmnn: warning: S: the index was lost or damaged ({}): made again, with 1 unit"
+    assert "index.sqlite is gone" in run("store", "verify", "S", "--dry-run", code=1).err, "which changes nothing"
     found = run("store", "gc", "S")
-    assert (
-        "kvmnn: warning: S: the index was lost or damaged (index.sqlite is gone): made again, with 1 unit" in found.err
-    )
+    assert warning.format("index.sqlite is gone") in found.err
     assert run("store", "match", "S", "--token-ids", "long.json").out == "50\n"
-    Path("S/index-1.sqlite").write_bytes(b"noise")
-    error = run("store", "match", "S", "--token-ids", "long.json", code=1).err
-    assert "open the store for writing (kvmnn store verify), and it is made again" in error
+    for number, action in enumerate((("match", "S", "--token-ids", "long.json"), ("ls", "S"), ("stat", "S")), 1):
+        Path(f"S/index-{number}.sqlite").write_bytes(b"noise")
+        found = run("store", *action)
+        assert warning.format("file is not a database") in found.err and "50" in found.out, action
+        assert not run("store", *action).err, action
 
 
 def test_store_json_has_every_note(here: Path, run) -> None:

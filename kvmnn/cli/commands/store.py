@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ..._util.text import pluralize, shorten_names
@@ -822,9 +823,11 @@ def _add_notes(document: dict[str, Any], new_notes: list[str]) -> dict[str, Any]
 
 
 def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
+    from ...errors import OutputError
     from ...files.urls import redact_url
     from ...store import PrefixStore
     from ...store.directory.files import remove_unused_store
+    from ...store.directory.index import DamagedIndexError
 
     action = _SPEC_BY_ACTION[arguments.action]
     idle_names = [name for name in _ALL_OPTIONS if name not in action.options]
@@ -883,7 +886,8 @@ def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
                 raise UsageError("--attention is about the steps of lossy streams: needs --codec transform:FILE")
             if new_folder is not None:
                 _refuse_loss(arguments, is_lossy_store=codec == "transform")
-    store = PrefixStore(
+    open_store = partial(
+        PrefixStore,
         arguments.store,
         arguments.store_bytes if is_creating else None,
         block_tokens=arguments.block_tokens,
@@ -898,13 +902,12 @@ def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
         quota=arguments.quota,
         key=key,
         create=is_creating,
-        read_only=arguments.action in _READ_ONLY_ACTIONS
-        or arguments.dry_run
-        or (arguments.action in _READ_IF_POSSIBLE_ACTIONS and _is_unwritable(arguments.store)),
     )
+    is_unwritable = _is_unwritable(arguments.store)
     arguments.store = redact_url(arguments.store)  # messages name it
-    try:
-        with store:
+
+    def run_with_store(*, read_only: bool) -> tuple[CommandResult, int]:
+        with open_store(read_only=read_only) as store:
             try:
                 if takes_reference and arguments.inputs:
                     arguments.resolved = store.resolve(arguments.inputs[0])
@@ -912,10 +915,25 @@ def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
                 result_and_code: tuple[CommandResult, int] = STORE_ACTIONS[arguments.action](store, arguments)
             finally:
                 input_sources.report_notes(store.notes, arguments, "warning")
+        return result_and_code
+
+    is_reader = arguments.action in _READ_ONLY_ACTIONS
+    try:
+        return run_with_store(
+            read_only=is_reader
+            or arguments.dry_run
+            or (arguments.action in _READ_IF_POSSIBLE_ACTIONS and is_unwritable)
+        )
+    except DamagedIndexError as error:  # whoever may write makes it again, as get does
+        if not is_reader or is_unwritable:
+            raise
+        try:
+            return run_with_store(read_only=False)
+        except OutputError:
+            raise error from None
     finally:
         if new_folder is not None:  # without a unit it would only fix a codec that the next put may not want
             remove_unused_store(new_folder)
-    return result_and_code
 
 
 def _is_new_directory(store: str) -> bool:

@@ -117,6 +117,16 @@ def infer_settings(block_tokens: int, headers: Sequence[UnitHeader]) -> StoreSet
     return StoreSettings(block_tokens, "frames" if has_frames else "dense")
 
 
+def describe_lost_options(settings: StoreSettings, sources: Sequence[CodecProfile | None]) -> str:
+    """Describe the options that replace those of the codec in inferred settings; empty if a source has them."""
+    if settings.profile is None or any(source and source.key == settings.profile.key for source in sources):
+        return ""
+    from .layer_units import add_default_options  # which imports both codecs
+
+    options_text = _format_options(add_default_options(settings.codec, {}))
+    return f"; nothing says the options of its codec, and new units have {options_text}"
+
+
 def explain_settings(path: str | Path, cipher: StoreCipher, headers: Sequence[UnitHeader] = ()) -> str:
     """Return the advice for a store that has lost both its settings and its index, with what units say."""
     settings = infer_settings(64, headers)._replace(key_check=cipher.key_check)

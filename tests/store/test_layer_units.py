@@ -281,6 +281,9 @@ def test_transform_store_with_lost_or_wrong_settings_stays_lossy(
         assert "LOSSY" in str(store.stats()) and "LOSSY" in str(store.ls())
         assert store.export(IDS, tmp_path / "x.kvmnn", model=MODEL).is_lossy and is_lossy(tmp_path / "x.kvmnn")
         assert dict(store.codec_options) == {"kl": 0.002 if changed is None else 0.02}
+        assert ("nothing says the options of its codec, and new units have kl=0.002" in store.notes[0]) == (
+            changed is None
+        )
     if read_only:
         assert (settings.read_bytes() if settings.exists() else None) == changed, "a reader changes nothing"
     else:
@@ -313,6 +316,7 @@ def test_lost_settings_of_units_take_the_options_that_are_given(tmp_path: Path) 
     (path / "store.json").unlink()
     with PrefixStore(path, codec="transform", profile=tmp_path / "model.kvmp", codec_options={"kl": 0.02}) as store:
         assert dict(store.codec_options) == {"kl": 0.02}
+        assert "new units have" not in store.notes[0]
 
 
 def test_units_say_lossy_whatever_the_settings_say(tmp_path: Path) -> None:
@@ -361,7 +365,8 @@ def test_remote_transform_store_with_lost_or_wrong_settings_stays_lossy(tmp_path
     settings.unlink() if change == "removed" else settings.write_text(json.dumps(document | {"codec": change}))
     with PrefixStore(url, profile=PROFILE, create=False) as store:
         assert store.codec == ("transform" if change == "removed" else change)
-        assert [("is missing" in note) for note in store.notes] == [True] * (change == "removed")
+        for words in ("is missing", "new units have kl=0.002"):
+            assert [(words in note) for note in store.notes] == [True] * (change == "removed")
         assert store.get(IDS, model=MODEL).label == store.get_by_layer(IDS, model=MODEL).label == "LOSSY"
         assert "LOSSY" in str(store.stats()) and "LOSSY" in str(store.ls())
 

@@ -33,6 +33,7 @@ from ..backend import (
     StoreLimits,
     StoreSettings,
     UnitSlice,
+    describe_lost_options,
     find_contradicting_codec,
     infer_settings,
     select_fitting,
@@ -619,14 +620,18 @@ class DirectoryBackend:
                 raise SourceError(f"{error}; no unit says what its codec is: {advice}")
             settings = settings if requested is None else requested._replace(block_tokens=self.block_tokens)
         settings = settings._replace(policy=self._read_policy(), key_check=self.cipher.key_check)
-        settings = settings.adopt_profile(self.recovery_files.read_settings_profile(settings.codec))
-        settings = settings.adopt_profile(requested.profile if requested is not None else None)
+        sources = [self.recovery_files.read_settings_profile(settings.codec), requested.profile if requested else None]
+        for source in sources:
+            settings = settings.adopt_profile(source)
+        lost_text = describe_lost_options(settings, sources)
         if self.read_only:
             if headers:
-                self.notes.append(f"{error}: settings are those that the index and units say")
+                self.notes.append(f"{error}: settings are those that the index and units say{lost_text}")
             return settings
         self.recovery_files.save_settings(settings, overwrite=True)
-        self._add_rebuilt_note(f"{error}: the file {problem}, and is made again by what the index and units say")
+        self._add_rebuilt_note(
+            f"{error}: the file {problem}, and is made again by what the index and units say{lost_text}"
+        )
         return settings
 
     def _read_sampled_headers(self, max_units: int) -> list[UnitHeader]:

@@ -31,6 +31,7 @@ from ..backend import (
     StoreSettings,
     UnitSlice,
     check_settings_match,
+    describe_lost_options,
     encode_settings,
     explain_settings,
     infer_settings,
@@ -747,7 +748,8 @@ class RemoteBackendBase:
                 inferred = inferred.adopt_profile(self._requested_settings[-1])
                 if not self.read_only:
                     self.key_values.put_many({SETTINGS_NAME: encode_settings(inferred)})
-                self.notes.append(f"{error}: it was lost or damaged, and is made again by what a unit says")
+                lost_text = describe_lost_options(inferred, self._requested_settings[-1:])
+                self.notes.append(f"{error}: it was lost or damaged, and is made again by what a unit says{lost_text}")
                 return inferred
         unit_names = [f"units/{name}" for name in self.key_values.list_names("units")[:_MAX_ADVICE_UNITS]]
         headers = []

@@ -277,6 +277,8 @@ _PACKED_COMMANDS = (
 _TENSOR_COMMANDS = tuple(command for command in _PACKED_COMMANDS if command not in ("inspect", "mnn compact"))
 """The commands among these that read some arrays of an input."""
 
+_LATENCIES = ("decomp", "async_wait")
+
 _REPLACED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     *(
         (option, "--help-all", COMMANDS)
@@ -351,6 +353,7 @@ _REPLACED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             *("max_lossless_decomp_us", "max_lossless_async_wait_us", "async_wait_headroom_warn_ratio"),
             *("require_runtime_decomp", "require_decode_cache_hit", "require_async_queue_activity"),
             *("require_decode_cache_activity", "require_kv_content_consistency", "max_kv_invalid_log_lines"),
+            *(f"max_lossless_{quantity}_{share}_us" for quantity in _LATENCIES for share in ("p50", "p95", "p99")),
             *("strict_runtime_metric_columns", "hard_checks", "lossless_block_tokens", "store_grouped_step_tokens"),
         )
     ),

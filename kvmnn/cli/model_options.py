@@ -255,7 +255,7 @@ def build_policy(arguments: argparse.Namespace) -> LabelledPolicy:
 
 H2O_OPTION_NAMES = (
     *("kind", "config", "block", "sink", "recent", "target_ratio", "keep_ratio", "alpha", "engine_threads", "tile"),
-    "bytes_per_token",
+    *("bytes_per_token", "floor"),
 )
 """Names of the H2O options in the namespace."""
 
@@ -279,6 +279,12 @@ def _parse_number(text: str) -> float:
     if not re.fullmatch(r"-?\d{1,12}(\.\d{0,12})?|-?\.\d{1,12}", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number")
     return float(text)
+
+
+def _parse_floor(text: str) -> str:
+    if text not in ("engine", "keep"):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected engine or keep")
+    return text
 
 
 _H2O_FIELDS = (
@@ -307,6 +313,13 @@ _H2O_FIELDS = (
         parse=shared_options.parse_positive,
         default=1,
     ),
+    SpecField(
+        "floor",
+        "floor",
+        "where sinks and recent tokens reach the target: engine drops nothing, keep all others (default: engine)",
+        parse=_parse_floor,
+        metavar="engine|keep",
+    ),
     SpecField("tile", "tile", "keys in a tile of the attention (default: all)", parse=shared_options.parse_positive),
 )
 
@@ -329,6 +342,7 @@ def build_h2o_config(arguments: argparse.Namespace) -> H2OConfig:
         "target_keep_ratio": arguments.keep_ratio,
         "ema_alpha": arguments.alpha,
         "bytes_per_token": arguments.bytes_per_token,
+        "floor": arguments.floor,
     }
     if arguments.target_ratio is not None or arguments.keep_ratio is not None:
         option_values["target_mode"] = "adaptive" if arguments.keep_ratio is None else "static"

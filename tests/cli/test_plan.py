@@ -96,6 +96,13 @@ def test_plan_to_standard_output(here, run):
     assert "standard output" in run("scores.npy", "-o", "-", "--json", code=2).err
 
 
+def test_plan_floor_keep_drops_all_but_sinks_and_recent_tokens(here, run):
+    limits = "sink_tokens=64,recent_tokens=640"  # 704 of 1,280 tokens, where 427 are to stay
+    assert "UNCHANGED, all 1,280 tokens stay" in run("scores.npy", "--h2o", limits).out
+    assert "LOSSY, 704 of 1,280 tokens stay" in run("scores.npy", "--h2o", f"{limits},floor=keep").out
+    assert "expected engine or keep" in run("scores.npy", "--h2o", "floor=kept", code=2).err
+
+
 def test_plan_without_eviction_is_unchanged(here, run):
     assert (
         "UNCHANGED, all 1,280 tokens stay: sink and recent reach"

@@ -178,6 +178,8 @@ def test_replaced_options_name_the_new_ones(run) -> None:
     assert run("eval", "m", "--tokens", "9", code=2).err == "kvmnn: error: '--tokens' is now '--max-tokens'\n"
     assert run("encode", "x", "--tokens=9", code=2).err == "kvmnn: error: '--tokens' is now '--valid-tokens'\n"
     assert run("encode", "x", "--batch", "0", code=2).err == "kvmnn: error: '--batch' is now '--part batch=N'\n"
+    said = run("gate", "run", "m", "--max-lossless-decomp-p95-us", "9", code=2).err
+    assert said.endswith("'--max-lossless-decomp-p95-us' is now '--limit max_lossless_decomp_p95_us=VALUE'\n")
     said = run("plan", "x", "--policy", "streaming", "--budget", "9", code=2).err
     assert said == "kvmnn: error: '--budget' is now '--policy NAME:budget=N'\n"
     assert run("diff", "x", "--ignore-mark", code=2).err.startswith("kvmnn: error: unrecognized arguments")

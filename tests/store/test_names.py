@@ -46,6 +46,18 @@ def test_label_and_handle_name_a_text(store: PrefixStore) -> None:
         store.resolve(listing.texts[0].key[:3])
 
 
+def test_ls_reads_each_unit_of_a_text_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = list(range(40))
+    with PrefixStore(tmp_path / "s", block_tokens=4) as store:
+        for tokens in (8, 16, 24, 32, 33):
+            store.put(ids[:tokens], layers_of(ids[:tokens]), model=MODEL)
+        files, calls = store._backend.files, list[int]()
+        read_head = files.read_head
+        monkeypatch.setattr(files, "read_head", lambda unit: calls.append(unit) or read_head(unit))
+        (entry,) = store.ls().texts
+        assert (entry.tokens, entry.last_ids, len(calls)) == (33, tuple(range(25, 33)), store.stats().units)
+
+
 def test_label_stays_when_a_longer_text_goes_on(store: PrefixStore) -> None:
     store.put(SYSTEM, layers_of(SYSTEM), model=MODEL, label="system")
     store.put(CHAT, layers_of(CHAT), model=MODEL, label="chat")

@@ -8,7 +8,6 @@ import time
 import zlib
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -906,8 +905,13 @@ class DirectoryBackend:
             except (KvmnnError, zlib.error, TypeError, ValueError) as error:
                 raise InvalidRowError(f"a session is damaged: {error}") from None
 
-    def _read_pinned_sequence(self, cursor: ValidatingCursor, unit: int, end_token: int) -> SavedSequence | None:
-        """Read the ids of a sequence up to `end_token`, which lies in `unit`; None if a unit is unreadable."""
+    def _read_pinned_sequence(
+        self, cursor: ValidatingCursor, unit: int, end_token: int, lossy_by_unit: dict[int, bool] | None = None
+    ) -> SavedSequence | None:
+        """Read the ids of a sequence up to `end_token`, which lies in `unit`; None if a unit is unreadable.
+
+        Adds to `lossy_by_unit` which of its units are lossy.
+        """
         parts: list[Ids] = []
         query = "SELECT parent, tokens FROM unit WHERE id = ?"
         while True:
@@ -916,6 +920,8 @@ class DirectoryBackend:
                 unit = row[0] or 0
                 row = cursor.fetch_row(tuple[int | None, int], query, (unit,))
             header = self.files.read_header(unit)
+            if header is not None and lossy_by_unit is not None:
+                lossy_by_unit[unit] = header.is_lossy
             if header is None or row is None or not header.start < end_token <= header.start + header.ids.size:
                 return None
             parts.insert(0, header.ids[: end_token - header.start])
@@ -988,12 +994,19 @@ class DirectoryBackend:
         with self.index.begin_reading() as cursor:
             rows = self._list_text_rows(cursor)
             total = index_updates.read_total_bytes(cursor, self._list_space_ids(cursor))
-            keys, lossy_flags = [], []
-            is_lossy_unit = cache(self._is_lossy_unit)
+            lossy_by_unit: dict[int, bool] = {}
+
+            def is_lossy_unit(unit: int) -> bool:
+                if unit not in lossy_by_unit:
+                    lossy_by_unit[unit] = self._is_lossy_unit(unit)
+                return lossy_by_unit[unit]
+
+            keys, last_ids, lossy_flags = [], [], []
             for row in rows:
-                lossy_flags.append(any(map(is_lossy_unit, cursor.list_numbers(_PATH_UNITS_SQL, (row.unit,)))))
-                text = self._read_pinned_sequence(cursor, row.unit, row.tokens)
+                text = self._read_pinned_sequence(cursor, row.unit, row.tokens, lossy_by_unit)
                 keys.append("" if text is None else self._compute_sequence_key(text.namespace_key, text.ids).hex())
+                last_ids.append(self._read_last_ids(row.unit) if text is None else text.ids[-MAX_LAST_IDS:].tolist())
+                lossy_flags.append(any(map(is_lossy_unit, cursor.list_numbers(_PATH_UNITS_SQL, (row.unit,)))))
         entries = (
             StoreEntry(
                 model=row.namespace.model,
@@ -1003,12 +1016,12 @@ class DirectoryBackend:
                 pinned=row.pins > 0,
                 unused_for=row.uses_since,
                 is_complete=row.has_state or not row.namespace.needs_state,
-                last_ids=tuple(self._read_last_ids(row.unit)),
+                last_ids=tuple(ids),
                 key=key,
                 label=labels.get(key, ""),
                 is_lossy=self.settings.is_lossy or is_lossy,
             )
-            for row, key, is_lossy in zip(rows, keys, lossy_flags, strict=True)
+            for row, key, ids, is_lossy in zip(rows, keys, last_ids, lossy_flags, strict=True)
         )
         return StoreListing(texts=tuple(entries), bytes=total)
 

@@ -18,10 +18,14 @@ from .source import Source
 PositionMap = Mapping[int, Positions]
 
 
-def read_token_positions(source: Source) -> PositionMap:
-    """Return the positions that a packed cache or another engine's cache records, for the layers that have them."""
+def read_token_positions(source: Source, *, as_rotated: bool = False) -> PositionMap:
+    """Return the positions that a packed cache or another engine's cache records, for the layers that have them.
+
+    With `as_rotated`, those of a packed cache that K is rotated to.
+    """
     if source.cache is not None:
-        runs = {layer.layer: layer.text_position_runs for layer in source.cache.layers}
+        layers_info = source.cache.layers
+        runs = {entry.layer: entry.positions if as_rotated else entry.text_position_runs for entry in layers_info}
         return {n: np.concatenate([np.arange(begin, begin + size) for begin, size in r]) for n, r in runs.items()}
     cache = source.engine_cache
     if cache is None:

@@ -167,19 +167,20 @@ def is_dump_kv_folder(source: Source) -> bool:
     return {array.shape[1] for array in source.arrays} <= tokens
 
 
-def read_positions_by_layer(source: Source) -> PositionMap:
-    """Return the text positions of the tokens of each layer, from any record in the source.
+def read_positions_by_layer(source: Source, *, as_rotated: bool = False) -> PositionMap:
+    """Return the positions of the tokens of each layer, from any record in the source.
 
+    They are those in the text; with `as_rotated` those that K is rotated to (`kvmnn mnn compact --rerotate`).
     Raises the errors of `read_positions_sidecar`.
     """
     try:
         key_arrays = {entry.layer: entry for entry in collect_layers(source, allow_keys_only=True)}
     except SourceError:
-        return read_token_positions(source)
+        return read_token_positions(source, as_rotated=as_rotated)
     sidecar = read_positions_sidecar(source, [entry.geometry[1] for entry in key_arrays.values()], list(key_arrays))
     if sidecar is None:
-        return read_token_positions(source)
-    return dict(zip(key_arrays, sidecar.positions_in_text, strict=True))
+        return read_token_positions(source, as_rotated=as_rotated)
+    return dict(zip(key_arrays, sidecar.positions if as_rotated else sidecar.positions_in_text, strict=True))
 
 
 def parse_layer_number(layer: JsonReader, index: int) -> int:

@@ -90,15 +90,18 @@ class ProfileFinder:
                 raise SourceError(f"{needed}: the one that was given is {named.key.hex()[:16]}")
             from .profile import Profile
 
+            named_files, damage = {Path(named_path).name for named_path in self._names}, ""
             for candidate in self._list_candidates():
                 try:
                     profile = Profile.read(candidate)
-                except (KvmnnError, OSError):
+                except (KvmnnError, OSError) as error:
+                    damage = damage or (str(error) if candidate.name in named_files else "")
                     continue
                 self._profiles[profile.key] = profile
                 if profile.key == key:
                     return profile
-        raise SourceError(f"{needed}, which is not there: --profile FILE says where it is")
+        state = f"which cannot be read ({damage})" if damage else "which is not there"
+        raise SourceError(f"{needed}, {state}: --profile FILE says where it is")
 
     def _list_candidates(self) -> list[Path]:
         """List files that may be the profile: by its name first."""

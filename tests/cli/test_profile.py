@@ -474,3 +474,40 @@ def test_codec_values_out_of_range_exit_with_code_2(run, work, tmp_path, setting
     codec = setting.format(p=work / "p.kvmp")
     assert message in run("encode", work / "kv", "-o", tmp_path / "s/", "--codec", codec, code=2).err
     assert not (tmp_path / "s").exists()
+
+
+def test_rerotated_cache_is_as_small_as_before(run, work, tmp_path) -> None:
+    """Its K is un-rotated by the positions that it has now, not by those in the text."""
+    run("mnn pack", work / "kv", "-o", tmp_path / "p", "--name", "p", "--backend", "x86-avx512")
+    sizes, cut = [], ["mnn compact", tmp_path / "p", "--remove", "100", "--reserve", "0:20,40:30"]
+    for name, words in (("kept", []), ("rotated", ["--rerotate", "--rope", "theta=10000,dims=16"])):
+        run(*cut, *words, "-o", tmp_path / name)
+        streams = tmp_path / f"{name}.streams"
+        codec = ["--codec", f"profile:{work / 'p.kvmp'}"]
+        sizes.append(json.loads(run("encode", tmp_path / name, "-o", streams, *codec, "--json").out)["stored_bytes"])
+        assert "LOSSLESS" in run("verify", streams, "--against", tmp_path / name).out
+        run("mnn pack", streams, "-o", tmp_path / f"{name}.back", "--name", "p", "--backend", "x86-avx512")
+        documents = [
+            json.loads((tmp_path / f"{name}{suffix}" / "p.kvmnn.json").read_text()) for suffix in ("", ".back")
+        ]
+        assert documents[0]["layers"] == documents[1]["layers"]
+    assert sizes[1] < 1.01 * sizes[0]
+    np.save(tmp_path / "a.npy", np.ones((6, 4, 150), np.float32))
+    codec = f"transform:{work / 'p.kvmp'},attention={tmp_path / 'a.npy'}"
+    assert "K was rotated" in run("encode", tmp_path / "rotated", "-o", tmp_path / "x/", "--codec", codec, code=2).err
+
+
+def test_transform_that_keeps_all_tokens_says_that_nothing_is_rounded(run, work, tmp_path) -> None:
+    codec = f"transform:{work / 'p.kvmp'},kl=0.002,recent=9999"
+    out = run("encode", work / "kv", "-o", tmp_path / "s/", "--codec", codec).out
+    assert "all tokens are stored exactly: every error is 0" in out and "are rounded" not in out
+    assert json.loads((tmp_path / "s" / "layers.json").read_text())["predicted_kl"] == 0
+
+
+def test_truncated_profile_is_reported_as_unreadable(run, work, tmp_path) -> None:
+    data = (work / "p.kvmp").read_bytes()
+    (tmp_path / "q.kvmp").write_bytes(data)
+    run("encode", work / "kv", "-o", tmp_path / "s/", "--codec", f"profile:{tmp_path / 'q.kvmp'}")
+    (tmp_path / "q.kvmp").write_bytes(data[:5000])
+    error = run("verify", tmp_path / "s", code=1).err
+    assert "which cannot be read (" in error and "has 5,000 in all" in error

@@ -127,6 +127,8 @@ class CacheEncoder:
                 if abs(change - 1) < _MAX_SIZE_ERROR:
                     break
         self.predicted_kl = plan.kl if plan.is_measured else None
+        if options.first + options.recent >= tokens:
+            self.predicted_kl = 0.0  # every token is exact
         yield from self._encode_by_plan(itertools.chain(sample, iterator), options, plan)
 
     def _encode_by_plan(

@@ -107,6 +107,11 @@ class LayerStreamsDocument(Record):
         return self.codec == "transform"
 
     @property
+    def is_exact(self) -> bool:
+        """Return whether every error of every layer was measured and is 0."""
+        return all(entry.errors is not None and not any(vars(entry.errors).values()) for entry in self.layers)
+
+    @property
     def is_dequantized(self) -> bool:
         """Return whether the elements stand for MNN's int8 codes, which the streams lack."""
         return DEQUANTIZED_KEY in self.metadata

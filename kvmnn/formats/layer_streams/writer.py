@@ -185,7 +185,11 @@ def describe_document(document: LayerStreamsDocument) -> list[str]:
         cost = "not known: the profile has no sensitivities"
         if document.predicted_kl is not None:
             cost = f"{document.predicted_kl:.2g} nats a token expected of texts like the profile's"
-        lines.append(f"LOSSY: K and V are rounded; KL divergence of the predictions: {cost}")
+        lines.append(
+            f"{LOSSY}: of a codec that rounds K and V, but all tokens are stored exactly: every error is 0"
+            if document.is_exact
+            else f"{LOSSY}: K and V are rounded; KL divergence of the predictions: {cost}"
+        )
         return lines
     return lines + list_losses(document.metadata)
 
@@ -350,7 +354,12 @@ class LayerReader:
         if len({entry.array.dtype for entry in self._entries}) > 1:
             raise OptionError(f"{prefix}the arrays have several types: layer streams are of one")
         self._has_own_names = len(names) == len(self._entries)
-        self._positions = read_positions_by_layer(source)
+        self._positions = read_positions_by_layer(source, as_rotated=True)
+        text_positions = read_positions_by_layer(source)
+        #: Whether K is rotated to other positions than those in the text.
+        self.is_rerotated = any(
+            not np.array_equal(positions, text_positions[layer]) for layer, positions in self._positions.items()
+        )
         self.dtype = self._entries[0].array.dtype
         self.num_layers = len(self._entries) // 2
 
@@ -392,6 +401,8 @@ def _encode(
     progress: Progress | None,
 ) -> Iterator[LayerStreamEntry]:
     """Write the stream of each layer if there is a directory, and yield its entry."""
+    if options.attention is not None and reader.is_rerotated:
+        raise OptionError("attention is of positions in the text, and K was rotated to others (--rerotate)")
     pending: list[tuple[LayerCache, list[LayerStreamArray]]] = []
 
     def iter_caches() -> Iterator[LayerCache]:

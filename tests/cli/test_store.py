@@ -552,6 +552,22 @@ def test_store_stat_of_a_text_that_goes_on_is_an_error(here: Path, run) -> None:
     assert "S: this text of 30 tokens is not listed: it is not stored, or a longer one goes on from it" in error
 
 
+def test_store_get_text_of_an_onnx_model_writes_a_prefix_cache(here: Path, run) -> None:
+    """The tokenizer is the ONNX model's; no MNN model is recorded with the files."""
+    pytest.importorskip("tokenizers")
+    from kvmnn.lm.tokenizer import Tokenizer, encode_prompt
+
+    Path("text.txt").write_text("Why not now?")
+    ids = encode_prompt(Tokenizer.open_for_model(FIXTURES / "lm"), "Why not now?")
+    np.savez("text.npz", **arrays(ids))
+    text = ("S", "--text", "text.txt", "--model", FIXTURES / "lm")
+    run("store", "put", "S", "text.npz", *text[1:], "--force", "--rope", "none")
+    found = run("store", "get", *text, "--backend", "x86-avx2", "--name", "p", "--cast", "-o", "ready")
+    assert "is no MNN model: the prefix cache does not record which model it is for" in found.err
+    assert json.loads(Path("ready/p.kvmnn.json").read_text())["model"] is None
+    assert "is no MNN model" not in run("store", "get", *text, "-o", "text_again.npz").err
+
+
 def test_store_messages_are_rendered_by_the_chat_template(here: Path, run) -> None:
     pytest.importorskip("tokenizers")
     pytest.importorskip("jinja2")

@@ -260,6 +260,7 @@ def _run_get(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Command
     from ...packed.backends import BACKENDS
     from ...packed.inference import PackedGeometry
     from ...store import write_prefix
+    from ...store.fingerprints import MNN_METHOD
 
     ids, model = _load_ids(arguments), _choose_model(store, arguments)
     geometry, dtype = packed_options.build_geometry(arguments), arguments.dtype
@@ -281,6 +282,14 @@ def _run_get(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Command
     input_sources.report_notes(prefix.notes, arguments, "warning")
     _report_other_precisions(prefix, arguments)
     _report_missed_precision(store, prefix, ids, model, arguments)
+    mnn_model, makes_prefix = arguments.model, arguments.name is not None or geometry != PackedGeometry()
+    if mnn_model is not None and makes_prefix and _choose_fingerprint_method(mnn_model) is not MNN_METHOD:
+        text = (
+            f"{mnn_model}: is no MNN model: the prefix cache does not record which model it is for (a handle in place "
+            "of --text leaves --model to the MNN model's folder)"
+        )
+        input_sources.report_notes([text], arguments)
+        mnn_model = None
     arguments.found = {"tokens": prefix.tokens, "asked": prefix.requested_tokens, "notes": list(prefix.notes)}
     result = write_prefix(
         prefix,
@@ -292,7 +301,7 @@ def _run_get(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Command
         capacity=arguments.capacity,
         cast=arguments.cast,
         rerotate=arguments.rerotate,
-        model=arguments.model,
+        model=mnn_model,
         force=arguments.force,
         threads=arguments.threads,
     )

@@ -70,6 +70,8 @@ def here(tmp_path, monkeypatch, run):
         ("measure dump --run-log x", "--run-log needs --analysis"),
         ("measure dump --allow-fp16", "--allow-fp16 needs --to-fp16"),
         ("measure dump --analysis x --encode", "--encode is not for --analysis"),
+        ("measure dump --analysis x --speed load=1M", "--speed load is not for --analysis and --to-fp16"),
+        ("measure dump --codec profile:p --speed load=1M", "--speed load is not for --codec (kvmnn bench times codecs"),
         ("measure dump --to-fp16 x --layer-ids 1", "--layer-ids is not for --to-fp16"),
         ("measure dump --dtype bf16", "--dtype is for other inputs than KV dumps, which say it themselves"),
         ("measure dump --kv-heads 2", f"--kv-heads {NO_HEADS} dump holds none"),

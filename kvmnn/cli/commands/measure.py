@@ -125,8 +125,10 @@ def refuse_idle_measure_options(arguments: argparse.Namespace, options: MeasureO
         refuse_names(["skip_head_metrics", "run_log"], "needs --analysis")
     if not arguments.to_fp16:
         refuse_names(["allow_fp16"], "needs --to-fp16 DIR")
-    if arguments.to_fp16 is not None or arguments.analysis or arguments.codec:
-        refuse_names(break_even_options.SPEED_NAMES, "is not for --analysis, --codec and --to-fp16")
+    if arguments.codec:
+        refuse_names(break_even_options.SPEED_NAMES, "is not for --codec (kvmnn bench times codecs of a profile)")
+    if arguments.to_fp16 is not None or arguments.analysis:
+        refuse_names(break_even_options.SPEED_NAMES, "is not for --analysis and --to-fp16")
     if not arguments.dense:
         refuse_names(["rope"], "needs --dense")
     if arguments.dense or arguments.codec:

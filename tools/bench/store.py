@@ -65,7 +65,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     if arguments.only_mnn:
-        write_with_mnn(arguments.mnn, 1 if arguments.quick else 5, arguments.profile)
+        write_with_mnn(arguments.mnn, 1 if arguments.quick else 9, arguments.profile)
         return
     quick = arguments.quick
     rounds = 3 if quick else 9
@@ -84,7 +84,7 @@ def main() -> None:
         first = {"onnxruntime": with_onnxruntime(Path(folder, "first"), session, ids[0], 3 if quick else 5)}
         if arguments.mnn:
             first["MNN"] = with_mnn(
-                Path(folder, "mnn"), arguments.mnn, SHAPE, ids[0], 1 if quick else 5, arguments.profile
+                Path(folder, "mnn"), arguments.mnn, SHAPE, ids[0], 1 if quick else 9, arguments.profile
             )
     data = {"sharing": shared, "frames": frames, "speeds": speeds, "index": index, "half_way": halves, "first": first}
     path = write_results("store", "The prefix store", sections(data), data)

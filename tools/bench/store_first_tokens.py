@@ -28,6 +28,7 @@ ENGINE_SIZES = (256, 512, 1024, 1536, 2048)
 CALIBRATED_SIZES = (256, 1024, 2048)
 """Tokens of the prompts with MNN, and of those that the prediction of the others comes from."""
 
+CLOCKS = ("wall", "cpu", "user")
 CODECS = ("dense", "frames")
 PROFILE_CODECS = ("profile", "transform")
 NEW_TOKENS = 16
@@ -106,7 +107,7 @@ def with_mnn(
             stored = run("store", tokens, codec=codec, new_tokens=NEW_TOKENS)["generated"]
             equal_tokens[codec, tokens] = _count_equal(plain, stored)
     rows = []
-    for clock in ("wall", "cpu"):
+    for clock in CLOCKS:
         medians = {key: _take_medians(each, clock) for key, each in runs.items()}
         for place, tokens in enumerate(ENGINE_SIZES):
             for codec in codecs:
@@ -145,8 +146,8 @@ def _count_equal(ids: Sequence[int], others: Sequence[int]) -> int:
 
 
 def _take_medians(runs: Sequence[dict[str, Any]], clock: str) -> dict[str, float]:
-    taken = [each["cpu"] if clock == "cpu" else each for each in runs]
-    return {name: statistics.median(each[name] for each in taken) for name in taken[0] if name != "cpu"}
+    taken = [each[clock] for each in runs]
+    return {name: statistics.median(each[name] for each in taken) for name in taken[0]}
 
 
 def _predict(found: dict[str, Any], clock: str, codec: str) -> dict[int, PrefixPrediction]:
@@ -206,7 +207,9 @@ def first_sections(first: dict[str, Any]) -> list[str]:
         "### Predicted\n",
         f"What `store stat --speed prefill=FILE` predicts from the engine's times at {_list(CALIBRATED_SIZES)} tokens "
         "(computed, and with this codec from K and V in memory to the first token) and from the codec's times on this "
-        "text, next to what the engine took. The other lengths were not shown to it.\n",
+        "text, next to what the engine took. The other lengths were not shown to it. cpu: time of the processors; "
+        "user: without the system's part, which for one and the same `get` varies by hundreds of milliseconds with the "
+        "state of the memory (large pages).\n",
     ]
     body = []
     for row in found["rows"]:

@@ -51,6 +51,10 @@ class TokenScores(NamedTuple):
     #: Logarithm of the sum of the exponentials of the logits.
     log_sums: npt.NDArray[np.float64]
 
+    def select(self, tokens: slice) -> TokenScores:
+        """Return the scores of some of the tokens."""
+        return TokenScores(self.nll[tokens], self.best[tokens], self.hits[tokens], self.log_sums[tokens])
+
 
 class DistributionObserver(Protocol):
     """Sees the logits of a text as it is scored, in order."""

@@ -82,7 +82,8 @@ class FullCacheRecorder:
         os.replace(partial_path, f"{path}{_STEP_SUFFIX}")  # last: the files are complete where it is there
 
     def _record_queries(self, step: StepResult) -> None:
-        self._queries = None if step.queries is None else [queries.copy() for queries in step.queries]
+        if step.queries is not None:  # views would hold all outputs of the step
+            self._queries = [queries if queries.base is None else queries.copy() for queries in step.queries]
         self._runner.requests_queries, self._runner.on_step = False, None
 
 

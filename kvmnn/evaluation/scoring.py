@@ -147,7 +147,8 @@ def score_document(
     ids
         int64 ``[1 + tokens]``.
     observer
-        Called with the logits of every step, and for steps without logits.
+        Called with the logits of every step, in blocks of equal numbers of tokens in every run, and for steps without
+        logits.
     """
     result = ScoreResult(LossSums(), LossSums())
     for number, (begin, end) in enumerate(list_steps(len(ids) - 1, chunk, prompt, num_initial)):
@@ -179,7 +180,9 @@ def score_document(
             if on_scores is not None:
                 on_scores(logits, scores)
             if observer is not None:
-                observer.add(logits, scores)
+                for first in range(0, end - begin, _OBSERVED_TOKENS):
+                    observed = slice(first, first + _OBSERVED_TOKENS)
+                    observer.add(logits[observed], scores.select(observed))
         _add_scores(result.every, nll, hits)
         if end > tail_start:
             first = max(tail_start - begin, 0)
@@ -284,6 +287,8 @@ def _measure_by_chunk(runner: Runner, ids: Ids, chunk: int) -> ProjectCell:
     )
 
 
+_OBSERVED_TOKENS = 256
+"""Tokens whose distributions are stored or compared at once: thousands of probabilities of each are in memory then."""
 _NUM_DIGEST_IDS = 12
 """Number of 24-bit token ids that identify a text whose last logits are stored."""
 

@@ -663,12 +663,14 @@ class ModelCache:
             rows = group.get_layer_rows(layer)
             if accumulator.requires_queries:
                 weights = _select_live_columns(attentions[layer], group.slots[rows, : group.num_live])
-                step_scores[rows] = accumulator.sum_weights(weights, self._kv_heads, per_head=self._policy.is_per_head)
+                step_scores[rows] = accumulator.sum_weights(
+                    weights, self._kv_heads, per_head=self._policy.is_per_head, num_summed=step.num_summed
+                )
             else:
                 _eviction.add_columns(attentions[layer], group.slots[rows], step_scores[rows], group.num_live, 1.0)
         if not accumulator.requires_queries:
             heads, queries = attentions[group.layers[0]].shape[:2]
-            step_scores = accumulator.normalize_sums(step_scores, heads * queries)
+            step_scores = accumulator.normalize_sums(step_scores, heads * queries * step.num_summed)
         scores[:, : group.num_live] = accumulator.fold(scores[:, : group.num_live], step_scores, self._num_new)
 
     def _add_norms(self, group: TokenGroup, norms: Floats, present: Sequence[KVPair], num_new: int) -> None:

@@ -17,7 +17,6 @@ from ..errors import KvmnnError
 from ..policies.h2o_blocks import H2OEngine
 from ..policies.policy import FullCache, Policy, Trigger
 from ..policies.scored import ScoredPolicy
-from ..policies.scores import SumScores
 from ..quantization import CacheCodec
 from ..reports.records import RuntimeStats
 from ..runtime import RuntimeConfig
@@ -362,15 +361,12 @@ class Runner:
         if len(tokens) > 1 and has_unequal_lengths and not self.session.can_chunk_unequal_lengths():
             step = self._step_one_by_one(tokens, positions, past, bias)
         elif bias is None and (size := self._compute_part_size(len(tokens), past[0][0].shape[2])) < len(tokens):
-            step = self._step_in_parts(tokens, positions, past, size)
+            step = self._step_in_parts(tokens, positions, past, size, queries=self._needs_queries)
         else:
             key_positions = None
             if self.session.interface.key_position_inputs and self._positions == "true":
                 key_positions = cache.get_key_positions()
-            step = self._run_step(
-                tokens, positions, past, bias, key_positions,
-                queries=self.policy.requires_queries or self.requests_queries,
-            )  # fmt: skip
+            step = self._run_step(tokens, positions, past, bias, key_positions, queries=self._needs_queries)
         if self.on_step is not None:
             self.on_step(step)
         start_time = perf_counter()
@@ -383,6 +379,10 @@ class Runner:
         timings.num_tokens += len(tokens)
         self._is_consistent = True
         return step.logits
+
+    @property
+    def _needs_queries(self) -> bool:
+        return self.policy.requires_queries or self.requests_queries
 
     def _run_step(
         self,
@@ -409,11 +409,9 @@ class Runner:
         return is_lossy and isinstance(self._kv_store, LosslessStore) and self._kv_store.has_encoded
 
     def _compute_part_size(self, num_tokens: int, num_past: int) -> int:
-        """Return the tokens of one part of a text's first step: all of them, unless attention is summed or not read."""
+        """Return the tokens of one part of a text's first step, and all tokens of any other step."""
         policy, interface = self.policy, self.session.interface
-        if num_past or policy.requires_queries or self.requests_queries:
-            return num_tokens
-        if policy.requires_attention and not isinstance(policy.score_accumulator, SumScores):
+        if num_past:
             return num_tokens
         heads = self.session.query_heads or interface.kv_heads
         token_bytes = _FLOAT32_BYTES * interface.layers * heads * num_tokens
@@ -421,7 +419,9 @@ class Runner:
         max_bytes = MAX_ATTENTION_BYTES if is_read else MAX_UNREAD_ATTENTION_BYTES
         return max(MIN_STEP_TOKENS, max_bytes // token_bytes)
 
-    def _step_in_parts(self, ids: TokenArray, positions: TokenArray, past: Sequence[KVPair], size: int) -> StepResult:
+    def _step_in_parts(
+        self, ids: TokenArray, positions: TokenArray, past: Sequence[KVPair], size: int, *, queries: bool
+    ) -> StepResult:
         """Feed a prompt in parts; return what one step would, but attention of one row: the sum over all tokens.
 
         Attention of n tokens is n x n numbers for each head of each layer: 4.5 GB for 2,048 tokens of 30 layers of 9.
@@ -429,9 +429,15 @@ class Runner:
         num_tokens, seconds = len(ids), 0.0
         logits: Floats | None = None
         sums: list[Floats] = []
+        all_queries: list[Floats] = []
         for begin in range(0, num_tokens, size):
             end = min(begin + size, num_tokens)
-            step = self._run_step(ids[begin:end], positions[begin:end], past)
+            step = self._run_step(ids[begin:end], positions[begin:end], past, queries=queries)
+            for layer, layer_queries in enumerate(step.queries or ()):
+                if begin == 0:
+                    heads, _, head_dim = layer_queries.shape
+                    all_queries.append(np.empty((heads, num_tokens, head_dim), np.float32))
+                all_queries[layer][:, begin:end] = layer_queries
             past, seconds = step.present_pairs, seconds + step.seconds
             if logits is None:
                 logits = np.empty((num_tokens, step.logits.shape[1]), np.float32)
@@ -440,8 +446,14 @@ class Runner:
                 if begin == 0:
                     sums.append(np.zeros((attention.shape[0], 1, num_tokens), np.float32))
                 sums[layer][:, 0, :end] += attention.sum(axis=1)
-        attentions = sums if self.policy.requires_attention else None
-        return StepResult(np.zeros((0, 0), np.float32) if logits is None else logits, list(past), attentions, seconds)
+        return StepResult(
+            np.zeros((0, 0), np.float32) if logits is None else logits,
+            list(past),
+            sums if self.policy.requires_attention else None,
+            seconds,
+            all_queries or None,
+            num_summed=num_tokens,
+        )
 
     def _step_one_by_one(
         self, ids: TokenArray, positions: TokenArray, past: Sequence[KVPair], bias: Sequence[Floats] | None

@@ -26,7 +26,7 @@ class ScoreAccumulator(ABC):
         """Return the scores that a step adds, given its attention summed over `rows` rows (heads times queries)."""
         return sums
 
-    def sum_weights(self, weights: npt.NDArray[Any], kv_heads: int, *, per_head: bool) -> Floats:
+    def sum_weights(self, weights: npt.NDArray[Any], kv_heads: int, *, per_head: bool, num_summed: int = 1) -> Floats:
         """Return the scores that a step adds, given its attention.
 
         Parameters
@@ -37,6 +37,8 @@ class ScoreAccumulator(ABC):
             Adjacent query heads that share a KV head form a group.
         per_head
             Whether each KV head has scores of its own.
+        num_summed
+            Queries over which each row of `weights` is summed.
 
         Returns
         -------
@@ -47,7 +49,7 @@ class ScoreAccumulator(ABC):
         sums = sum_by_group(weights, kv_heads)
         if not per_head:
             sums = sum_by_group(sums[:, None], 1)[0]
-        return self.normalize_sums(sums, weights.shape[0] * weights.shape[1])
+        return self.normalize_sums(sums, weights.shape[0] * weights.shape[1] * num_summed)
 
     @abstractmethod
     def fold(self, scores: Floats, step_scores: Floats, num_new: int = 1) -> Floats:
@@ -97,10 +99,12 @@ class MeanScores(ScoreAccumulator):
 
     requires_queries: ClassVar[bool] = True
 
-    def sum_weights(self, weights: npt.NDArray[Any], kv_heads: int, *, per_head: bool = True) -> Floats:
+    def sum_weights(
+        self, weights: npt.NDArray[Any], kv_heads: int, *, per_head: bool = True, num_summed: int = 1
+    ) -> Floats:
         """Return the scores of each head; raise `KvmnnError` for more queries than keys."""
         sums = sum_by_group(weights, kv_heads)
-        queries, tokens = weights.shape[1:]
+        queries, tokens = weights.shape[1] * num_summed, weights.shape[2]
         if queries > tokens:
             raise KvmnnError(f"attention of {queries} queries for {tokens} keys: expected at most as many")
         if queries < tokens:

@@ -50,6 +50,7 @@ class Returned:
     present_pairs: list[tuple[np.ndarray, np.ndarray]]
     attentions: list[np.ndarray] | None
     seconds: float = 0.0
+    num_summed: int = 1
 
 
 def interface(kv_heads: int) -> DecoderInterface:

@@ -20,6 +20,10 @@ FORM = Tiny(layers=4, kv_heads=2, groups=2)
 H2O: dict[str, Any] = {
     "block_tokens": 4, "sink_tokens": 2, "recent_tokens": 6, "trigger_min_tokens": 24, "update_interval": 2
 }  # fmt: skip
+BLOCKS = {name: H2O[name] for name in ("block_tokens", "trigger_min_tokens", "update_interval")} | {
+    "sink": 2,
+    "recent": 6,
+}
 LOSSLESS = {
     "kv_lossless_enable": True, "kv_lossless_runtime_enable": True, "kv_lossless_codec": "gear_delta",
     "kv_lossless_runtime_mode": "store", "kv_lossless_front_n": 4, "kv_lossless_block_tokens": 4,
@@ -96,11 +100,21 @@ def test_prompt_steps_of_large_model_are_bounded(tmp_path: Path) -> None:
             assert size == prompt_steps.MIN_STEP_TOKENS or scores <= prompt_steps.MAX_STEP_BYTES
 
 
-@pytest.mark.parametrize("policy", ["h2o_decayed", "h2o_decayed_heads"])
-def test_prompt_in_parts_equals_one_step(tmp_path, monkeypatch, policy) -> None:
-    """Attention of a long prompt is summed part by part: the same cut, scores and logits, up to rounding."""
-    Tiny().save(tmp_path / "model.onnx")
-    session = DecoderSession.open(tmp_path, attentions=True)
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        ("h2o_decayed", {"budget": 24}),
+        ("h2o_decayed_heads", {"budget": 24}),
+        ("observed_attention", {"budget": 24}),
+        ("h2o_blocks", {**BLOCKS, "keep_ratio": 0.4, "skip_layers": ()}),
+        ("snapkv", {"budget": 24, "window": 8}),
+        ("expected_attention", {"budget": 24}),
+    ],
+)
+def test_prompt_in_parts_equals_one_step(tmp_path, monkeypatch, policy, options) -> None:
+    """Of a long prompt attention is summed and queries are joined part by part: the same cut, up to rounding."""
+    Tiny(queries=True).save(tmp_path / "model.onnx")
+    session = DecoderSession.open(tmp_path, attentions=create_policy(policy, **options).requires_attention)
     ids = np.random.default_rng(6).integers(0, 40, 70)
     runs, fed = [], []
     step = DecoderSession.run_step
@@ -112,13 +126,16 @@ def test_prompt_in_parts_equals_one_step(tmp_path, monkeypatch, policy) -> None:
     monkeypatch.setattr(DecoderSession, "run_step", counted)
     for limit in (prompt_steps.MAX_ATTENTION_BYTES, 1):
         monkeypatch.setattr(prompt_steps, "MAX_ATTENTION_BYTES", limit)
-        runner = Runner(session, create_policy(policy, budget=24))
+        monkeypatch.setattr(prompt_steps, "MAX_UNREAD_ATTENTION_BYTES", limit)
+        runner = Runner(session, create_policy(policy, **options))
         logits = [runner.step(ids[:60], end_chunk=True), runner.step(ids[60:], end_chunk=True)]
         runs.append((np.concatenate(logits), runner.cache.copy_layers(), runner.cache.get_scores(0)))
     assert fed == [60, 10, 16, 16, 16, 12, 10]
     (whole, layers, scores), (parts, part_layers, part_scores) = runs
     np.testing.assert_allclose(parts, whole, atol=1e-4)
-    np.testing.assert_allclose(part_scores, scores, rtol=1e-4)
+    assert runner.cache.tokens[0] < 70 or policy == "h2o_blocks"
+    if scores is not None:
+        np.testing.assert_allclose(part_scores, scores, rtol=1e-4)
     for one, other in zip(layers, part_layers, strict=True):
         assert np.array_equal(one.positions, other.positions)
         np.testing.assert_allclose(other.keys, one.keys, atol=1e-5)

@@ -38,6 +38,8 @@ class StepResult:
     seconds: float
     #: Rotated queries of each layer, float32 ``[query_head, token, head_dim]``; None where not asked for.
     queries: list[NDArray[np.float32]] | None = None
+    #: Queries over which each row of `attentions` is summed; 1 where every token has its own row.
+    num_summed: int = 1
 
 
 class OnnxDecoder:

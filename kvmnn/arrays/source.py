@@ -236,6 +236,15 @@ def list_losses(loss: str | Mapping[str, str] | None) -> list[str]:
 _MAX_LOSS_CHARACTERS = 300
 
 
+ROUNDED_TEXT: Final = "K and V are rounded"
+"""The beginning of what sources record that transform streams rounded."""
+
+
+def is_rounded_by_codec(source: Source) -> bool:
+    """Return whether K and V come from transform streams: what a second rounding costs in all is then not known."""
+    return source.metadata.get(LOSSY_KEY, "").startswith(ROUNDED_TEXT)
+
+
 def qualify_label(label: str | None, losses: Sequence[str]) -> str | None:
     """Return the label of a copy whose K and V may have lost something before (`list_losses`).
 

@@ -26,6 +26,7 @@ def add_codec_options(parser: Any) -> None:
     """Add ``--codec`` and ``--rope``."""
     parser.add_argument(
         "--codec",
+        action=shared_options.SingleValueAction,
         type=layer_stream_options.parse_codec,
         metavar="mnn|dense|profile:FILE|transform:FILE",
         help="mnn: frames (the default of arrays); dense: streams of K and V for kvmnn alone, smaller; "

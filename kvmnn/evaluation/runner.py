@@ -50,13 +50,14 @@ from .settings import (
     Configuration,
     EvaluationSettings,
     PolicyLike,
+    build_configuration,
     combine_codecs,
     resolve_configurations,
 )
 from .timing import MAX_DECODED_TOKENS, PROMPT_CHUNK_TOKENS
 from .workers import EvaluationTask, MissingCell, run_tasks
 
-NUMBERS_VERSION = 6
+NUMBERS_VERSION = 7
 """Raised whenever kvmnn computes any number of a cell differently, so that cells of before are not reused."""
 
 _JOURNAL_FORMAT = JournalFormat(
@@ -540,6 +541,10 @@ def evaluate(
     if token_ids is not None and (initial_source is None or isinstance(initial_source, InitialCache)):
         raise OptionError("token_ids are those of a start that is read: expected a start that is a cache")
     policy_configurations = combine_codecs(resolve_configurations(policies, budgets, settings.tokens), codecs)
+    if not policy_configurations and settings.runtime_config is not None and settings.runtime_config.is_lossy:
+        # The full cache stays as the model computes it, for comparison: this one evicts nothing either.
+        uncut = build_configuration("recent_only", {"budget": settings.tokens})
+        policy_configurations = [replace(uncut, label="full, in the runtime")]
     configurations = [
         Configuration(FULL_POLICY),
         *(entry for entry in policy_configurations if (entry.label, entry.policy) != (FULL_POLICY, FULL_POLICY)),

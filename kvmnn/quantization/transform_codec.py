@@ -15,7 +15,7 @@ from ..arrays.layer_cache import LayerCache
 from ..dtypes import Floats, Part
 from ..errors import KvmnnError
 from ..profiles import Profile
-from ..transform import StepPlan, TransformOptions, encode_layer, get_tables, plan_steps, split_heads
+from ..transform import TransformOptions, encode_layer, get_tables, plan_steps, split_heads
 from .codec import CacheCodec, CacheShape, Field, FieldSizes, QuantizedRows, TextCoder
 
 _NUM_EXACT_TOKENS = 4
@@ -31,7 +31,9 @@ class _TransformCoder(TextCoder):
     def __init__(self, codec: TransformCodec, profile: Profile, heads_per_layer: int) -> None:
         self._codec, self._profile, self._heads_per_layer = codec, profile, heads_per_layer
         self._keys: dict[int, npt.NDArray[Any]] = {}
-        self._plans: dict[tuple[int, int], StepPlan] = {}
+        options = codec.build_options(0, heads_per_layer > 1)
+        # Of coded tokens alone: each stream has other numbers of tokens, and only the first has exact ones.
+        self._plan = plan_steps(get_tables(profile), options, 1)
         self._lower: list[LayerCache] = []
 
     def count_due(self, part: Part, num_pending: int) -> int:
@@ -58,21 +60,13 @@ class _TransformCoder(TextCoder):
             positions=positions,
         )
         options = self._codec.build_options(int((positions < _NUM_EXACT_TOKENS).sum()), self._heads_per_layer > 1)
-        plan = self._get_plan(options, len(positions))
-        encoding = encode_layer(cache, self._profile, self._lower, options, plan=plan)
+        encoding = encode_layer(cache, self._profile, self._lower, options, plan=self._plan)
         shape = (*rows.shape[:2], 1)
         if part == "key":
             return QuantizedRows(encoding.decoded.keys.astype(np.float32), (np.zeros(shape),))
         self._lower = [encoding.decoded, *self._lower[:1]]
         share = len(encoding.data) / (rows.shape[0] * rows.shape[1])
         return QuantizedRows(encoding.decoded.values.astype(np.float32), (np.full(shape, share),))
-
-    def _get_plan(self, options: TransformOptions, tokens: int) -> StepPlan:
-        """Return the steps for so many tokens; layers and heads may hold different ones."""
-        key = options.first, tokens
-        if key not in self._plans:
-            self._plans[key] = plan_steps(get_tables(self._profile), options, tokens)
-        return self._plans[key]
 
     def measure(self, layer: int, part: Part, fields: Sequence[Field]) -> FieldSizes:
         num_bytes = math.ceil(round(float(fields[0].sum()), 3))

@@ -438,7 +438,7 @@ def build_runtime_table(stats_by_label: Sequence[tuple[str, RuntimeStats]], num_
     if not stats_by_label:
         return None
     scope_text = "of the same runs" if num_texts < 2 else f"sums over {num_texts:,} texts"
-    title = f"The lossless runtime around the cache, {scope_text} (docs/runtime.md):"
+    title = f"The runtime around the cache, {scope_text} (docs/runtime.md):"
     return Table.from_items(title, _RUNTIME_COLUMNS, stats_by_label)
 
 

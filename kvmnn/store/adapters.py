@@ -30,7 +30,7 @@ from ..arrays.layers import (
 )
 from ..arrays.opaque_state import MAX_STATE_AXES, MAX_STATE_NAME_CHARS, OpaqueState, include_states
 from ..arrays.positions import describe_windows, find_window_layers
-from ..arrays.source import LOSSY_KEY, Source
+from ..arrays.source import LOSSY_KEY, ROUNDED_TEXT, Source
 from ..dtypes import PARTS, Elements, Indices, Positions, parse_dtype
 from ..errors import KvmnnError, ManifestError, OptionError, SourceError
 from ..files.schema import Record, parse_document
@@ -297,7 +297,7 @@ class GetResult(Record):
         )
 
 
-_LOSS = "K and V are rounded: from a prefix store of transform streams"
+_LOSS = f"{ROUNDED_TEXT}: from a prefix store of transform streams"
 
 
 def write_prefix(

@@ -6,6 +6,7 @@ from .heads import HeadMoments, split_heads
 from .profile_tables import get_tables
 from .results import TransformInfo, TransformLayerResult, measure_errors
 from .steps import (
+    MAX_KL,
     StepPlan,
     TransformOptions,
     choose_exponents,
@@ -17,6 +18,7 @@ from .tables import MODES, Metrics, build_tables
 from .tables import Mode as TransformMode
 
 __all__ = [
+    "MAX_KL",
     "MODES",
     "HeadMoments",
     "LayerEncoding",

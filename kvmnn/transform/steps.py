@@ -31,9 +31,14 @@ ATTENTION_LOSS_FACTOR = 0.6
 """Measured loss with steps by attention over that without, at the same steps of all tokens."""
 _BITS_FACTORS = (1.03, 1.05, 1.08)
 """Measured bits over those that the profile predicts, by layers below: texts differ from those it was made of."""
+_MIN_SHARE_OF_BITS = 0.9
+"""Of the bits that are asked for: coded tokens pay for exact ones down to that, as those of a short cache with a long
+exact end would lose all they have."""
 _MAX_SHIFT = 10
 _SEARCH_STEPS = 40
 _BITS_OF_WORD = 16
+MAX_KL = 100.0
+"""Nats, the largest loss that may be asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +51,10 @@ class TransformOptions:
         Loss of the whole cache in nats: mean Kullback-Leibler divergence of the next token's distribution. At most one
         of `kl`, `ratio` and `bits` is given; 0.002 nats by default.
     ratio
-        Bytes of fp16 for each byte, about.
+        Bytes of fp16 for each byte, about. Many exact tokens come on top: the others never have less than 0.9 of the
+        bits that this gives them.
     bits
-        Bits an element, about.
+        Bits an element, likewise.
     below
         Lower layers that a layer is predicted from, 0 to 2; by default as many as the profile has tables for.
     first, recent
@@ -65,7 +71,7 @@ class TransformOptions:
     def __post_init__(self) -> None:
         if sum(value is not None for value in (self.kl, self.ratio, self.bits)) > 1:
             raise OptionError("kl, ratio and bits: expected one of them")
-        limits = (("kl", self.kl, 1e-9, 100.0), ("ratio", self.ratio, 1.0, 1000.0), ("bits", self.bits, 0.02, 16.0))
+        limits = (("kl", self.kl, 1e-9, MAX_KL), ("ratio", self.ratio, 1.0, 1000.0), ("bits", self.bits, 0.02, 16.0))
         for name, value, low, high in limits:
             if value is not None and not low <= value <= high:
                 raise OptionError(f"{name} is {value}: expected {low:g} to {high:g}")
@@ -140,12 +146,13 @@ def plan_steps(
         return planner.plan(DEFAULT_KL if options.kl is None else options.kl)
     bits = _BITS_OF_WORD / options.ratio if options.ratio is not None else options.bits or 0.0
     num_exact = min(options.first + options.recent, tokens)
-    budget = (bits * tokens - _BITS_OF_WORD * num_exact) * planner.num_elements / max(tokens - num_exact, 1)
-    low, high = math.log(1e-9), math.log(100.0)
+    coded_bits = (bits * tokens - _BITS_OF_WORD * num_exact) / max(tokens - num_exact, 1)
+    budget = max(coded_bits, _MIN_SHARE_OF_BITS * bits) * planner.num_elements
+    low, high = math.log(1e-9), math.log(MAX_KL)
     for _ in range(_SEARCH_STEPS):
         middle = (low + high) / 2
         low, high = (middle, high) if planner.plan(math.exp(middle)).token_bits > budget else (low, middle)
-    return planner.plan(math.exp(high))
+    return planner.plan(min(math.exp(high), MAX_KL))
 
 
 class _Planner:

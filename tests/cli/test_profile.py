@@ -10,6 +10,8 @@ import pytest
 from repository import FIXTURES
 
 import kvmnn
+from kvmnn.errors import KvmnnError
+from kvmnn.formats import LayerStreamOptions
 
 
 @pytest.fixture(scope="module")
@@ -500,7 +502,7 @@ def test_rerotated_cache_is_as_small_as_before(run, work, tmp_path) -> None:
 def test_transform_that_keeps_all_tokens_says_that_nothing_is_rounded(run, work, tmp_path) -> None:
     codec = f"transform:{work / 'p.kvmp'},kl=0.002,recent=9999"
     out = run("encode", work / "kv", "-o", tmp_path / "s/", "--codec", codec).out
-    assert "all tokens are stored exactly: every error is 0" in out and "are rounded" not in out
+    assert "but here every error is 0" in out and "are rounded" not in out
     assert json.loads((tmp_path / "s" / "layers.json").read_text())["predicted_kl"] == 0
 
 
@@ -511,3 +513,36 @@ def test_truncated_profile_is_reported_as_unreadable(run, work, tmp_path) -> Non
     (tmp_path / "q.kvmp").write_bytes(data[:5000])
     error = run("verify", tmp_path / "s", code=1).err
     assert "which cannot be read (" in error and "has 5,000 in all" in error
+
+
+def test_transform_exact_tokens_come_on_top_of_a_ratio(run, work, tmp_path) -> None:
+    """Others do not pay for them: 60 of 150 tokens alone take more than 8 to 1 has."""
+    results = {}
+    for recent in (0, 60):
+        codec = f"transform:{work / 'p.kvmp'},ratio=8,recent={recent}"
+        encoded = run("encode", work / "kv", "-o", tmp_path / f"{recent}/", "--codec", codec, "--json")
+        results[recent] = json.loads(encoded.out)
+    errors = [[layer["errors"]["relative_value_error"] for layer in result["layers"]] for result in results.values()]
+    assert max(errors[1]) < 1.2 * max(errors[0])
+    tokens = results[0]["tokens"]
+    assert any(f"64 of {tokens} tokens are exact and come on top" in note for note in results[60]["notes"])
+
+
+def test_transform_of_rounded_words_expects_no_loss_in_numbers(run, work, tmp_path) -> None:
+    first, second = f"transform:{work / 'p.kvmp'},bits=2", f"transform:{work / 'p.kvmp'},bits=3"
+    run("encode", work / "kv", "-o", tmp_path / "a/", "--codec", first)
+    assert "were rounded before" in run("measure", tmp_path / "a", "--codec", second).out
+    encoded = json.loads(run("encode", tmp_path / "a", "-o", tmp_path / "b/", "--codec", second, "--json").out)
+    assert encoded["predicted_kl"] is None and encoded["label"] == "LOSSY"
+    put = run("store put", tmp_path / "st", tmp_path / "a", "--codec", second, "--model", FIXTURES / "lm")
+    assert "was lost in all is not known" in put.out and "expected of texts" not in put.out
+    assert "expected once" in run("measure", work / "kv", "--codec", first, "--codec", second, code=2).err
+
+
+@pytest.mark.parametrize(
+    ("codec", "settings", "message"),
+    [("x", {}, "expected 'profile' or 'transform'"), ("transform", {"kl": 1.0, "ratio": 3.0}, "expected one of them")],
+)
+def test_layer_stream_options_refuse_bad_values_at_once(codec, settings, message) -> None:
+    with pytest.raises(KvmnnError, match=message):
+        LayerStreamOptions(codec=codec, profile="p.kvmp", settings=settings)

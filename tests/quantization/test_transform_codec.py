@@ -136,6 +136,10 @@ def test_evaluation_lossy_runtime_is_compared_with_the_full_cache_as_computed(pr
     assert streaming.runtime is not None and streaming.runtime.encoded_ratio
     assert losses[0] > 0 and losses[1] != losses[0]
     assert whole.divergence is not None and whole.divergence.kl > 0  # it evicts nothing: this is what rounding costs
+    settings = EvaluationSettings(tokens=130, prompt=100, timing=False, lossless=runtime)
+    full, alone = evaluate(FIXTURES / "lm", TEXTS[2:3], settings=settings, jobs=0).rows
+    assert (full.runtime, full.kind, alone.label, alone.kind) == (None, "LOSSLESS", "full, in the runtime", "LOSSY")
+    assert alone.divergence is not None and alone.divergence.kl == whole.divergence.kl
 
 
 def test_transform_codec_behind_a_policy_with_tokens_of_its_own_for_each_head(profile: Path) -> None:
@@ -160,7 +164,7 @@ def test_transform_codec_behind_a_policy_with_tokens_of_its_own_for_each_head(pr
         keys, values = random.standard_normal((2, 1, len(places), 64)).astype(np.float16)
         cache = LayerCache(layer=8 + head, keys=keys, values=values, positions=places + head)
         first = int((cache.positions < 4).sum())
-        plan = plan_steps(get_tables(heads), TransformOptions(ratio=4, first=first), len(places))
+        plan = plan_steps(get_tables(heads), TransformOptions(ratio=4, first=0), 1)
         stream = encode_layer(cache, heads, [], TransformOptions(ratio=4, first=first), plan=plan).data
         decoded = decode_layer(stream, heads)
         quantized = [

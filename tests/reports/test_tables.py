@@ -271,7 +271,7 @@ def test_runtime_table_title_names_sums_over_texts() -> None:
     sample = document()
     for texts, said in ((1, "of the same runs"), (2, "sums over 2 texts")):
         found = replace(sample, rows=(replace(sample.rows[0], runtime=figures),), documents=sample.documents[:texts])
-        title = f"The lossless runtime around the cache, {said} (docs/runtime.md):"
+        title = f"The runtime around the cache, {said} (docs/runtime.md):"
         assert title in tables.format_markdown(found) and title in tables.format_terminal(found, 100)
     assert len(title) <= 80
 

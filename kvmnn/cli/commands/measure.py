@@ -60,7 +60,9 @@ def add_alternative_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--analysis", metavar="DIR", help="entropies and split ratios of every dump and head")
     group.add_argument("--dense", action="store_true", help="bytes of dense streams next to those of MNN's frames")
     layer_stream_options.add_codec_option(
-        group, "bytes of layer streams by a model's profile (docs/profile.md), as encode --codec makes them"
+        group,
+        "bytes of layer streams by a model's profile (docs/profile.md), as encode --codec makes them",
+        action=shared_options.SingleValueAction,
     )
     dense_options.add_rope_option(group)
     group.add_argument("--skip-head-metrics", action="store_true", help="with --analysis: no head_metrics.csv")

@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -106,6 +107,7 @@ def list_window_layers(layers: Sequence[LayerCache]) -> list[int]:
 
 
 def _run_put(store: PrefixStore, arguments: argparse.Namespace) -> tuple[CommandResult, int]:
+    from ...arrays.source import is_rounded_by_codec
     from ...formats.layer_streams.codecs import read_attention
 
     _refuse_loss(arguments, is_lossy_store=store.is_lossy)
@@ -143,6 +145,9 @@ def _run_put(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Command
         attention=attention,
     )
     _raise_if_unavailable(put_result)
+    if put_result.stored_bytes and put_result.is_lossy and is_rounded_by_codec(source):
+        note_text = "K and V were rounded before: what was lost in all is not known"
+        put_result = replace(put_result, predicted_kl=None, notes=(*put_result.notes, note_text))
     if arguments.label is not None and put_result.stored_tokens < put_result.tokens:
         text = f"the label {arguments.label!r} was not given: texts that are stored as a whole have labels"
         input_sources.report_notes([text], arguments)

@@ -60,10 +60,14 @@ class LayerStreamOptions:
     def __post_init__(self) -> None:
         if self.attention is not None and self.codec != "transform":
             raise OptionError("attention is about the steps of lossy streams: expected codec 'transform'")
+        if self.codec not in _SETTING_NAMES:
+            raise OptionError(f"codec is {self.codec!r:.40}: expected {' or '.join(map(repr, _SETTING_NAMES))}")
         names = _SETTING_NAMES[self.codec]
         for name in self.settings:
             if name not in names:
                 raise OptionError(f"settings has {name!r}: expected {', '.join(names)} of codec {self.codec!r}")
+        if self.codec == "transform":
+            TransformOptions(**self.settings)
 
     @property
     def document(self) -> dict[str, Any]:

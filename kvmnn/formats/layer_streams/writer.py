@@ -19,12 +19,22 @@ from ..._util.text import LOSSY, format_rate, pluralize
 from ...arrays.engine_metadata import dump_metadata
 from ...arrays.layer_cache import LayerCache
 from ...arrays.layers import LayerArray, collect_layers, format_array_name, format_input_prefix
-from ...arrays.source import DEQUANTIZED_KEY, WHOLE_FILE_KEYS, Source, check_source, list_losses
+from ...arrays.source import (
+    DEQUANTIZED_KEY,
+    LOSSY_KEY,
+    ROUNDED_TEXT,
+    WHOLE_FILE_KEYS,
+    Source,
+    check_source,
+    is_rounded_by_codec,
+    list_losses,
+)
 from ...dtypes import Elements
 from ...errors import KvmnnError, OptionError, OutputError
 from ...files.atomic import DirectoryOutput
 from ...files.schema import Record, json_key
 from ...profiles import Profile, describe_few_tokens
+from ...transform import MAX_KL, TransformOptions
 from ..sidecars import read_positions_by_layer
 from .codecs import CacheEncoder, LayerStreamOptions, decode_cache
 from .document import (
@@ -39,8 +49,12 @@ from .document import (
 
 _MAX_ERROR_DIFFERENCE = 1e-6
 """Of errors that are measured again."""
-_MIN_SHARE_OF_RATIO = 0.9
-"""Of a ratio that was asked for: less is reported."""
+_MIN_SHARE_OF_RATIO = 0.95
+"""Of a ratio, or of bits, that was asked for: less is reported."""
+_MAX_EXACT_SHARE = 0.1
+"""Of the bytes that were asked for: exact tokens that take more come on top of them (`plan_steps`)."""
+_MAX_USEFUL_KL = 0.1
+"""Nats a token: 4-bit formats lose 0.002 to 0.03, evicting half of a cache 0.01."""
 _STREAM_SUFFIX = {"profile": ".kvml", "transform": ".kvmx"}
 
 
@@ -183,15 +197,21 @@ def describe_document(document: LayerStreamsDocument) -> list[str]:
         lines.append(f"{LOSSY}: words dequantised from int8")
     if document.is_lossy:
         cost = "not known: the profile has no sensitivities"
+        if document.metadata.get(LOSSY_KEY, "").startswith(ROUNDED_TEXT):
+            cost = "not known: they were rounded before"
         if document.predicted_kl is not None:
-            cost = f"{document.predicted_kl:.2g} nats a token expected of texts like the profile's"
+            cost = f"{_format_kl(document.predicted_kl)} nats a token expected of texts like the profile's"
         lines.append(
-            f"{LOSSY}: of a codec that rounds K and V, but all tokens are stored exactly: every error is 0"
+            f"{LOSSY}: of a codec that rounds K and V, but here every error is 0"
             if document.is_exact
-            else f"{LOSSY}: K and V are rounded; KL divergence of the predictions: {cost}"
+            else f"{LOSSY}: {ROUNDED_TEXT}; KL divergence of the predictions: {cost}"
         )
         return lines
     return lines + list_losses(document.metadata)
+
+
+def _format_kl(kl: float) -> str:
+    return f"{kl:.2g}" if kl < 10 else f"{kl:.0f}"
 
 
 def describe_unstored_bytes(source: Source) -> tuple[str, ...]:
@@ -259,7 +279,7 @@ def encode_layers(
             profile_key=profile.key.hex(),
             profile_file=os.path.relpath(options.profile, output) if adapted is None else ADAPTED_NAME,
             options=options.document,
-            predicted_kl=encoder.predicted_kl,
+            predicted_kl=None if is_rounded_by_codec(source) else encoder.predicted_kl,
             metadata={key: text for key, text in dump_metadata(source).items() if key not in _DROPPED_KEYS}
             | _record_int8(source),
             layers=tuple(entries),
@@ -301,8 +321,8 @@ def measure_layers(
         profile_key=profile.key.hex(),
         profile_file=os.path.basename(options.profile),
         options=options.document,
-        predicted_kl=encoder.predicted_kl,
-        metadata=_record_int8(source),
+        predicted_kl=None if is_rounded_by_codec(source) else encoder.predicted_kl,
+        metadata=_record_int8(source) | {key: text for key, text in source.metadata.items() if key == LOSSY_KEY},
         layers=tuple(entries),
     )
     return MeasureLayersResult(
@@ -328,10 +348,24 @@ def _list_notes(profile: Profile, reader: LayerReader, document: LayerStreamsDoc
     if not document.is_lossy:
         return notes
     notes += describe_few_tokens(profile.info)
-    target = document.options.get("ratio")
-    if isinstance(target, int | float) and document.ratio is not None and document.ratio < _MIN_SHARE_OF_RATIO * target:
-        notes += (f"ratio {target:g} was asked for, {document.ratio:.2f} reached: the profile is of other texts",)
-    return notes
+    kl = document.predicted_kl
+    if kl is not None and kl > _MAX_USEFUL_KL:
+        notes += (f"{_format_kl(kl)} nats a token change what the model says: measure it (kvmnn eval --quant)",)
+    settings: dict[str, Any] = {key: value for key, value in document.options.items() if key != "attention"}
+    options = TransformOptions(**settings)
+    target = 16 / options.bits if options.bits is not None else options.ratio
+    ratio = document.ratio * 2 / dtypes.DTYPES[reader.dtype].itemsize  # over fp16, as the target is
+    if target is None or ratio >= _MIN_SHARE_OF_RATIO * target:
+        return notes
+    reason = "the profile is of other texts"
+    num_exact = min(options.first + options.recent, document.tokens)
+    if kl is not None and kl > 0.99 * MAX_KL:
+        reason = "no larger loss is possible"
+    elif num_exact * target > _MAX_EXACT_SHARE * document.tokens:
+        reason = f"{num_exact:,} of {document.tokens:,} tokens are exact and come on top"
+    if options.bits is not None:
+        return (*notes, f"{options.bits:g} bits were asked for, {16 / ratio:.2f} reached: {reason}")
+    return (*notes, f"ratio {target:g} was asked for, {ratio:.2f} reached: {reason}")
 
 
 def _compare_dtypes(profile: Profile, reader: LayerReader) -> tuple[str, ...]:

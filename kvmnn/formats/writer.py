@@ -17,7 +17,7 @@ from ..arrays.array import ArrayInfo, Chunk, LazyArray, read_elements
 from ..arrays.completeness import dump_completeness_json
 from ..arrays.engine_cache import EngineCacheInfo
 from ..arrays.engine_metadata import dump_metadata
-from ..arrays.source import COMPLETENESS_KEY, LOSSY_KEY, SIDECAR_KEY, WHOLE_FILE_KEYS, Source
+from ..arrays.source import COMPLETENESS_KEY, LOSSY_KEY, SIDECAR_KEY, WHOLE_FILE_KEYS, Source, parse_cache_info
 from ..bundle.passthrough import SIDECAR_NAMES, TOKEN_IDS_NAME, remove_sidecar
 from ..errors import KvmnnError, OutputError, UnsuitableOptionError
 from ..files.atomic import DirectoryOutput, FileOutput, StagedFile
@@ -31,7 +31,7 @@ from .options import ReadOptions
 from .raw import convert_to_declared_byte_order, write_raw
 from .safetensors import SAFETENSORS
 from .sidecars import collect_folder_sidecars, write_sidecars
-from .tensor_selection import build_engine_positions_sidecar
+from .tensor_selection import build_engine_positions_sidecar, build_packed_positions_sidecar
 
 _HASH_CHUNK_BYTES = 8 << 20
 _ANY_DTYPE_OPTIONS = ReadOptions(fallback_dtypes=("fp16", "fp32"), decode_frames=False, codes=True)
@@ -167,7 +167,10 @@ def _fit_output_metadata(source: Source, output: str) -> tuple[dict[str, str], b
     """Return the metadata, and whether more than the completeness fits."""
     full_metadata = dump_metadata(source)
     if _is_folder_output(output, len(source)):
-        return full_metadata | build_engine_positions_sidecar(source), True
+        # A Zarr store has what a packed cache says of its tokens, and its arrays become plain ones.
+        info = source.cache or parse_cache_info(source.metadata, " ".join(source.inputs))
+        positions = {} if SIDECAR_KEY in full_metadata else build_packed_positions_sidecar(info)
+        return full_metadata | build_engine_positions_sidecar(source) | positions, True
     if PurePath(output).suffix.lower() != ".npz" or build_comment(full_metadata) is not None:
         return full_metadata, True
     cache = source.engine_cache and replace(source.engine_cache, token_ids=None)

@@ -50,6 +50,15 @@ def test_unpack_to_dump_notes_lost_positions(cut, run):
     assert again == ("kvmnn: note: nothing says which tokens of the text the arrays hold: noted as the first 62\n")
 
 
+def test_decode_of_a_zarr_store_keeps_positions(cut, run):
+    run("encode", "cut/", "-o", "s.zarr")
+    assert "4 arrays and positions.json" in run("decode", "s.zarr", "-o", "x/").out
+    run("mnn", "pack", "x/", "--name", "p", "--backend", "x86-avx2", "-o", "r/")
+    documents = [next(Path(folder).glob("*.kvmnn.json")) for folder in ("cut", "r")]
+    layers = [json.loads(document.read_text())["layers"] for document in documents]
+    assert [layer["positions"] for layer in layers[0]] == [layer["positions"] for layer in layers[1]]
+
+
 @pytest.mark.parametrize("name", ["x.safetensors", "x.npz", "x/"])
 def test_unpack_and_pack_keep_positions(cut, run, name):
     assert run("mnn", "unpack", "cut/", "-o", name).err == ""

@@ -67,13 +67,15 @@ def restore_store(
     is_verified = len(hashes) == len(source)
     files: list[str] = []
     output_path: str | None = None
+    metadata = source.metadata
     if isinstance(output, str | os.PathLike):
         output_path = os.fspath(output)
+        metadata = build_output_metadata(source, output_path)
         files = write_arrays(
             output_path,
             source.arrays,
             iter_source_chunks(source, progress),
-            build_output_metadata(source, output_path),
+            metadata,
             hashes=hashes if is_verified and not is_device(output_path) else None,
             force=force,
             exclude=source.inputs,
@@ -93,12 +95,12 @@ def restore_store(
         stored_bytes=stats.stored_bytes,
         seconds=time.perf_counter() - start_time,
         unknown_properties="" if is_verified else "no sha256 in the store to check them against",
-        beside=tuple(collect_folder_sidecars(source.metadata, source.inputs[0])) if files else (),
+        beside=tuple(collect_folder_sidecars(metadata, source.inputs[0])) if files else (),
         losses=losses,
         notes=(
             *losses,
             *list_lost_information(source, output_path),
-            *list_stale_files(output_path, files, source.metadata),
+            *list_stale_files(output_path, files, metadata),
         )
         if output_path is not None
         else losses,

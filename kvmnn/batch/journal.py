@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from ..errors import OptionError, OutputError
-from ..files.file_names import COMPLETENESS_FILE, SIDECAR_FILES, SIDECAR_SUFFIX
+from ..files.file_names import FOLDER_FILES, SIDECAR_SUFFIX
 from ..files.journal import Journal, JournalEntry, JournalFormat
 from .tasks import Task, TaskResult
 
@@ -49,7 +49,7 @@ def _stamp_file(path: str) -> str:
 
 def _list_related_files(path: str) -> list[str]:
     partner_suffix = {".k": ".v", ".v": ".k"}.get(path[-2:])
-    names = (*SIDECAR_FILES, COMPLETENESS_FILE) if path.lower().endswith(".npy") else ()
+    names = FOLDER_FILES if path.lower().endswith(".npy") else ()
     sidecar_paths = [os.path.join(os.path.dirname(path), name) for name in names]
     return [path + SIDECAR_SUFFIX, *([path[:-2] + partner_suffix] if partner_suffix else []), *sidecar_paths]
 

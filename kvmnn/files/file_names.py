@@ -21,6 +21,10 @@ SIDECAR_FILES: Final = (POSITIONS_FILE, TOKEN_IDS_FILE)
 """Sidecars that `kvmnn dump-kv` writes next to K and V, and that are read next to arrays."""
 COMPLETENESS_FILE: Final = "completeness.json"
 """File of a folder of arrays that records which state of the model they contain."""
+LOSS_FILE: Final = "loss.json"
+"""File of a folder of arrays that are not exactly those that an engine computed: a sentence about what was lost."""
+FOLDER_FILES: Final = (*SIDECAR_FILES, COMPLETENESS_FILE, LOSS_FILE)
+"""All files that are read next to the arrays of a folder."""
 
 
 def make_file_names(names: Iterable[str], suffix: str) -> list[str]:

@@ -1,10 +1,12 @@
-"""Sidecar files of a folder of arrays, which frames contain as well: positions, ids, completeness."""
+"""Sidecar files of a folder of arrays, which frames contain as well: positions, ids, completeness, a loss."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 
@@ -12,22 +14,31 @@ from .._util.dataclass import dataclass
 from ..arrays.completeness import MAX_COMPLETENESS_BYTES as MAX_COMPLETENESS_BYTES
 from ..arrays.layers import collect_layers
 from ..arrays.positions import PositionMap, read_token_positions
-from ..arrays.source import COMPLETENESS_KEY, SIDECAR_KEY, Source
+from ..arrays.source import COMPLETENESS_KEY, LOSSY_KEY, SIDECAR_KEY, Source
 from ..bundle.passthrough import MAX_SIDECAR_BYTES, POSITIONS_NAME, SIDECAR_NAMES, dump_sidecars, parse_sidecars
 from ..dtypes import Positions
 from ..errors import OutputError, SourceError
 from ..files.atomic import DirectoryOutput
-from ..files.file_names import COMPLETENESS_FILE
+from ..files.file_names import COMPLETENESS_FILE, LOSS_FILE
 from ..files.schema import JsonReader, parse_document, read_bounded
+
+LOSS_SCHEMA: Final = "kvmnn-loss"
+LOSS_SCHEMA_VERSION: Final = 1
 
 
 def add_sidecars(source: Source, folder: str) -> None:
     """Add the sidecars in `folder` to the metadata of a source of its arrays.
 
     Unreadable ones, and ones larger than `MAX_SIDECAR_BYTES`, are skipped with a note, except the completeness of the
-    arrays.
+    arrays and the record of a loss.
+
+    Raises
+    ------
+    SourceError
+        For a damaged record of a loss.
     """
     _add_completeness(source, folder)
+    _add_loss(source, folder)
     sidecars = {}
     for name in SIDECAR_NAMES:
         path = Path(folder, name)
@@ -51,6 +62,20 @@ def _add_completeness(source: Source, folder: str) -> None:
     except FileNotFoundError:
         return
     source.metadata[COMPLETENESS_KEY] = data.decode("utf-8", "replace")
+    source.opened_files += (str(path),)
+
+
+def _add_loss(source: Source, folder: str) -> None:
+    """Add the sentence of ``loss.json`` to the metadata, if the folder has one."""
+    path = Path(folder, LOSS_FILE)
+    if not path.is_file():
+        return
+    root = parse_document(read_bounded(path, MAX_SIDECAR_BYTES), str(path))
+    root.check_schema(LOSS_SCHEMA, LOSS_SCHEMA_VERSION)
+    loss = root.get("loss").read_str()
+    if not loss:
+        raise root.get("loss").error("a sentence about what K and V have lost")
+    source.metadata[LOSSY_KEY] = loss
     source.opened_files += (str(path),)
 
 
@@ -79,10 +104,13 @@ def read_sidecar(source: Source, name: str) -> tuple[bytes, str] | None:
 
 def collect_folder_sidecars(metadata: Mapping[str, str], label: str) -> dict[str, bytes]:
     """Return the files that a folder of arrays gets for this metadata, by name; errors as for `parse_sidecars`."""
-    completeness_text = metadata.get(COMPLETENESS_KEY)
-    return parse_sidecars(metadata, label) | (
-        {} if completeness_text is None else {COMPLETENESS_FILE: completeness_text.encode()}
-    )
+    files, completeness_text, loss = parse_sidecars(metadata, label), *map(metadata.get, (COMPLETENESS_KEY, LOSSY_KEY))
+    if completeness_text is not None:
+        files[COMPLETENESS_FILE] = completeness_text.encode()
+    if loss:
+        document = {"schema": LOSS_SCHEMA, "schema_version": LOSS_SCHEMA_VERSION, "loss": loss}
+        files[LOSS_FILE] = (json.dumps(document) + "\n").encode()
+    return files
 
 
 def write_sidecars(directory: DirectoryOutput, metadata: Mapping[str, str] | None) -> list[str]:

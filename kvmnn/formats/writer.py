@@ -18,10 +18,10 @@ from ..arrays.completeness import dump_completeness_json
 from ..arrays.engine_cache import EngineCacheInfo
 from ..arrays.engine_metadata import dump_metadata
 from ..arrays.source import COMPLETENESS_KEY, LOSSY_KEY, SIDECAR_KEY, WHOLE_FILE_KEYS, Source, parse_cache_info
-from ..bundle.passthrough import SIDECAR_NAMES, TOKEN_IDS_NAME, remove_sidecar
+from ..bundle.passthrough import TOKEN_IDS_NAME, remove_sidecar
 from ..errors import KvmnnError, OutputError, UnsuitableOptionError
 from ..files.atomic import DirectoryOutput, FileOutput, StagedFile
-from ..files.file_names import COMPLETENESS_FILE, is_directory_output, make_file_names
+from ..files.file_names import FOLDER_FILES, is_directory_output, make_file_names
 from ..files.mapped_file import MappedFile, iter_file_chunks
 from . import npy
 from .base import ArrayChunks, ArrayWriter, FileFormat, mark_first_chunks
@@ -197,8 +197,9 @@ def list_lost_information(source: Source, output: str) -> Iterator[str]:
         return
     stored_metadata, fits = _fit_output_metadata(source, output)
     is_npz = suffix == ".npz" and not is_folder
-    if LOSSY_KEY in source.metadata and not (is_npz and LOSSY_KEY in stored_metadata):
-        yield f"{output} does not record that K and V are LOSSY: .safetensors and .npz do"
+    is_recorded = is_directory_output(output) or (is_npz and LOSSY_KEY in stored_metadata)
+    if LOSSY_KEY in source.metadata and not is_recorded:
+        yield f"{output} does not record that K and V are LOSSY: .safetensors, .npz and folders do"
     is_complete = is_npz and fits
     if is_complete and stored_metadata != dump_metadata(source):
         yield f"{output} does not say the token ids, .safetensors does"
@@ -219,9 +220,8 @@ def _is_folder_output(output: str, num_arrays: int) -> bool:
 def list_stale_files(folder: str, files: Sequence[str], metadata: Mapping[str, str] | None) -> Iterator[str]:
     """Yield a warning if the folder has other arrays, or their token sidecars, that would be read with `files`."""
     written_names = {*files, *collect_folder_sidecars(metadata or {}, folder)}
-    sidecar_names = (*SIDECAR_NAMES, COMPLETENESS_FILE)
     other_names = sorted({*os.listdir(folder)} - written_names) if files else []
-    stale_names = [name for name in other_names if name.endswith(NPY_SUFFIX) or name in sidecar_names]
+    stale_names = [name for name in other_names if name.endswith(NPY_SUFFIX) or name in FOLDER_FILES]
     if stale_names:
         more_text = f" and {len(stale_names) - 1} more" if len(stale_names) > 1 else ""
         yield (

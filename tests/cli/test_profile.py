@@ -177,6 +177,31 @@ def test_encode_and_pack_of_lossy_streams_say_lossy_in_every_result(run, work, t
         assert words[0] == "inspect" or document["label"] == f"{kind} copy of LOSSY K and V", words
 
 
+def test_folder_of_lossy_arrays_records_the_loss(run, work, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    loss, copied = "LOSSY: K and V are rounded; KL divergence", "LOSSLESS copy of LOSSY K and V ("
+    run("encode", work / "kv", "--codec", f"transform:{work / 'p.kvmp'},kl=0.002", "-o", "tr")
+    decoded = run("decode", "tr", "-o", "folder/")
+    assert "LOSSY" in decoded.out and "does not record" not in decoded.out + decoded.err
+    for words in (
+        ("folder", "-o", "frames/"),
+        ("folder/layer_0.key.npy", "-o", "x.frame"),
+        ("folder", "-o", "streams", "--codec", f"profile:{work / 'p.kvmp'}"),
+    ):
+        out = run("encode", *words).out
+        assert copied in out and loss in out, out
+    run("decode", "frames", "-o", "again/")
+    assert (tmp_path / "again" / "loss.json").read_bytes() == (tmp_path / "folder" / "loss.json").read_bytes()
+    single = run("decode", "x.frame", "-o", "single.npy")
+    assert "single.npy does not record that K and V are LOSSY" in single.out + single.err
+    run("encode", work / "kv", "-o", "exact/")
+    stale = run("decode", "exact", "-o", "folder/", "-f")
+    assert "loss.json lay there before" in stale.out + stale.err
+    (tmp_path / "folder" / "loss.json").write_text('{"schema": "kvmnn-loss", "schema_version": 1, "loss": 1}')
+    assert "loss.json" in run("encode", "folder", "-o", "damaged/", code=1).err
+    assert not (tmp_path / "damaged").exists()
+
+
 def test_layer_streams_of_packed_files_say_that_live_elements_are_compared(run, work, tmp_path) -> None:
     packed, streams = tmp_path / "packed", tmp_path / "streams"
     run("mnn pack", work / "kv", "-o", packed, "--name", "p", "--backend", "x86-avx512")

@@ -645,7 +645,9 @@ def test_store_by_a_profile_says_lossy_in_every_action(here: Path, run) -> None:
     again = ("store", "put", "R", "a.npz", "--token-ids", "long.json", "--fingerprint", "m")
     assert "is LOSSY, as it records" in run(*again, code=2).err and not Path("R").exists()
     run(*again, "--force")
-    assert "does not record that K and V are LOSSY" in run(*get, "folder/").err
+    run(*get, "folder/")
+    refused = run("store", "put", "F", "folder", "--token-ids", "long.json", "--fingerprint", "m", code=2).err
+    assert "is LOSSY, as it records" in refused and not Path("F").exists()
     for action in ("ls", "stat", "verify", "gc"):
         assert "LOSSY" in run("store", action, "S").out
     for action in ("match", "pin", "unpin"):

@@ -32,6 +32,8 @@ PACKED_FILES_KEY: Final = "kvmnn.packed_files"
 """Metadata key for the bytes of packed files besides the rows of live tokens."""
 LOSSY_KEY: Final = "kvmnn.lossy"
 """Metadata key of arrays that are not exactly those that an engine computed: a sentence about what was lost."""
+ROUNDING_PREFIX: Final = "rounded by dump-kv: "
+"""Beginning of such a sentence where nothing was lost but by a cast of the words that a model computed."""
 DEQUANTIZED_KEY: Final = "kvmnn.dequantised"
 """Metadata key of manifests for the type whose codes the arrays lack: ``"int8"``, of MNN's quantised caches."""
 WHOLE_FILE_KEYS: Final = (DUMP_KEY, FILE_KEY, PACKED_FILES_KEY)

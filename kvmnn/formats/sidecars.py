@@ -11,13 +11,14 @@ from typing import Final
 import numpy as np
 
 from .._util.dataclass import dataclass
+from .._util.text import LOSSY, format_range
 from ..arrays.completeness import MAX_COMPLETENESS_BYTES as MAX_COMPLETENESS_BYTES
 from ..arrays.layers import collect_layers
 from ..arrays.positions import PositionMap, read_token_positions
-from ..arrays.source import COMPLETENESS_KEY, LOSSY_KEY, SIDECAR_KEY, Source
+from ..arrays.source import COMPLETENESS_KEY, LOSSY_KEY, ROUNDING_PREFIX, SIDECAR_KEY, Source
 from ..bundle.passthrough import MAX_SIDECAR_BYTES, POSITIONS_NAME, SIDECAR_NAMES, dump_sidecars, parse_sidecars
 from ..dtypes import Positions
-from ..errors import OutputError, SourceError
+from ..errors import ManifestError, OutputError, SourceError
 from ..files.atomic import DirectoryOutput
 from ..files.file_names import COMPLETENESS_FILE, LOSS_FILE
 from ..files.schema import JsonReader, parse_document, read_bounded
@@ -47,6 +48,9 @@ def add_sidecars(source: Source, folder: str) -> None:
                 sidecars[name] = read_bounded(path, MAX_SIDECAR_BYTES)
             except (SourceError, FileNotFoundError) as error:
                 source.notes.append(f"frames of these arrays will be without {name}: {error}")
+    loss = read_dump_loss(sidecars.get(POSITIONS_NAME, b""))
+    if loss:
+        source.metadata.setdefault(LOSSY_KEY, loss)
     if sidecars:
         source.metadata[SIDECAR_KEY] = _dump_sidecars_cached(tuple(sidecars.items()))
         source.opened_files += tuple(str(Path(folder, name)) for name in sidecars)
@@ -80,6 +84,33 @@ def _add_loss(source: Source, folder: str) -> None:
 
 
 @lru_cache(maxsize=1)
+def read_dump_loss(positions_json: bytes) -> str:
+    """Return a sentence about what a cache lost before `kvmnn dump-kv` wrote it: tokens, bits; empty if nothing.
+
+    A document of other programs has no such record.
+    """
+    if LOSSY.encode() not in positions_json:
+        return ""
+    try:
+        document = parse_document(positions_json, POSITIONS_NAME, MAX_SIDECAR_BYTES).value
+    except ManifestError:
+        return ""  # what reads the positions reports it
+    if not isinstance(document, dict) or document.get("label") != LOSSY:
+        return ""
+    tokens_seen, layers, rounded = map(document.get, ("tokens_seen", "layers", "rounded"))
+    counts = [layer.get("tokens") for layer in layers if isinstance(layer, dict)] if isinstance(layers, list) else []
+    reasons = []
+    if type(tokens_seen) is int and any(type(count) is int and count < tokens_seen for count in counts):
+        tokens_text = format_range(sorted({count for count in counts if type(count) is int}))
+        reasons.append(f"evicted before dump-kv: {tokens_text} of {tokens_seen:,} tokens are here")
+    if isinstance(rounded, dict) and type(rounded.get("changed")) is int and rounded["changed"] > 0:
+        reasons.append(
+            f"{ROUNDING_PREFIX}{rounded.get('from')} to {document.get('dtype')}, {rounded['changed']:,} words changed"
+        )
+    return "; ".join(reasons) or f"{POSITIONS_NAME} says so"
+
+
+@lru_cache(maxsize=1)
 def _dump_sidecars_cached(files: tuple[tuple[str, bytes], ...]) -> str:
     """Compress the sidecar files once for all arrays of a folder."""
     return dump_sidecars(dict(files))
@@ -107,7 +138,7 @@ def collect_folder_sidecars(metadata: Mapping[str, str], label: str) -> dict[str
     files, completeness_text, loss = parse_sidecars(metadata, label), *map(metadata.get, (COMPLETENESS_KEY, LOSSY_KEY))
     if completeness_text is not None:
         files[COMPLETENESS_FILE] = completeness_text.encode()
-    if loss:
+    if loss and loss != read_dump_loss(files.get(POSITIONS_NAME, b"")):
         document = {"schema": LOSS_SCHEMA, "schema_version": LOSS_SCHEMA_VERSION, "loss": loss}
         files[LOSS_FILE] = (json.dumps(document) + "\n").encode()
     return files

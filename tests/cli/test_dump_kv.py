@@ -100,6 +100,28 @@ def test_dump_kv_reports_rounding(run: Callable[..., Any], model_says: Any) -> N
     assert f"LOSSY (fp32 rounded to fp16: {changed:,} of" in said
 
 
+def test_dump_kv_loss_marks_copies(run: Callable[..., Any], folder: Path) -> None:
+    dump(run, "--dtype", "fp16", out="kv")
+    dump(run, "--policy", "streaming", "--budget", 20, out="cut")
+    dump(run, out="exact")
+    evicted = f"LOSSY: evicted before dump-kv: 20 of {TOKENS} tokens are here"
+    for name, loss in (("kv", "LOSSY: rounded by dump-kv: fp32 to fp16, "), ("cut", evicted), ("exact", "")):
+        label = "LOSSLESS copy of LOSSY K and V" if loss else "LOSSLESS"
+        argv = (("encode", name, "-o", f"{name}.frames"), ("verify", f"{name}.frames", "--against", name))
+        for words in (*argv, ("decode", f"{name}.frames", "-o", f"{name}.back/")):
+            document = json.loads(run(*words, "--json").out)
+            assert document["label"] == label, words
+            assert any(loss in note for note in document["notes"]) or not loss, words
+        copied = {path.name: path.read_bytes() for path in Path(f"{name}.back").iterdir()}
+        assert copied == {path.name: path.read_bytes() for path in Path(name).iterdir()}  # and no loss.json
+    rounded = run("store", "put", "S", "kv", "--fingerprint", "m", "--token-ids", "kv/token_ids.json")
+    assert "rounded by dump-kv" in rounded.err
+    positions = json.loads(Path("kv/positions.json").read_text())
+    for damage in ({"rounded": 1, "layers": 1}, {"rounded": {"changed": "1"}, "layers": [1, {"tokens": "1"}]}):
+        Path("kv/positions.json").write_text(json.dumps(positions | damage))
+        assert "LOSSY: positions.json says so" in run("encode", "kv", "-o", "damaged.frames", "-f").out
+
+
 @pytest.mark.parametrize("policy", ["streaming", "h2o_decayed_heads", "l2_fixed", "knorm"])
 def test_dump_kv_evicted_cache_matches_its_positions(run: Callable[..., Any], model_says: Any, policy: str) -> None:
     found = dump(run, "--policy", policy, "--budget", 20)
@@ -126,9 +148,10 @@ def test_dump_kv_output_passes_all_other_verbs(run: Callable[..., Any], form: st
     dump(run, "--format", form, *cut)
     inputs = npy_files("kv") if form == "npy" else ["kv"]
     encoded = json.loads(run("encode", *inputs, "-o", "frames/", "--json").out)
-    assert (len(encoded["arrays"]), encoded["label"]) == (2 * LAYERS, "LOSSLESS")
+    label = "LOSSLESS copy of LOSSY K and V" if cut else "LOSSLESS"
+    assert (len(encoded["arrays"]), encoded["label"]) == (2 * LAYERS, label)
     verified = json.loads(run("verify", "frames/", "--json").out)
-    assert verified["label"] == "LOSSLESS"
+    assert verified["label"] == label
     run("decode", "frames/", "-o", "back/")
     if form == "npy":
         for path in inputs:

@@ -158,10 +158,14 @@ def _run_put(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Command
 
 
 def _refuse_loss(arguments: argparse.Namespace, *, is_lossy_store: bool) -> None:
-    """Raise for input that records a loss, unless the store says LOSSY of all that it has."""
-    from ...arrays.source import LOSSY_KEY
+    """Raise for input that records a loss, unless the store says LOSSY of all that it has.
 
-    if LOSSY_KEY in arguments.read.metadata and not is_lossy_store and not arguments.force:
+    K and V of a model that were cast are taken: they are what an engine of that type computes with.
+    """
+    from ...arrays.source import LOSSY_KEY, ROUNDING_PREFIX
+
+    loss = arguments.read.metadata.get(LOSSY_KEY, "")
+    if loss and not loss.startswith(ROUNDING_PREFIX) and not is_lossy_store and not arguments.force:
         raise UsageError(
             f"{' '.join(arguments.inputs)}: is LOSSY, as it records: a store of lossless units would not say so "
             "(--force puts it all the same)"

@@ -17,6 +17,7 @@ _UNPACK_ADVICE = "unpack it first"
 _MODEL_ADVICE = "eval, generate and dump-kv take it"
 _MNN_MODEL_ADVICE = "--model takes its folder, next to a cache"
 _GGUF_MODEL_ADVICE = "--model takes it, next to a cache of llama.cpp"
+_LAYER_STREAM_ADVICE = "name its folder, which has layers.json"
 _READABLE_SUFFIXES = (".frame", ".npz", ".safetensors")
 _RENAME_ADVICE = "name it with the suffix {}"
 _CHECKPOINT_DESCRIPTION = ("a torch checkpoint", "kvmnn compressor convert makes a weight file of a KV compressor's")
@@ -26,6 +27,8 @@ _TORCH_LEGACY_MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19
 _DESCRIPTIONS_BY_MAGIC: tuple[tuple[bytes, str, str], ...] = (
     (b"GGUF", "a GGUF model", _GGUF_MODEL_ADVICE),
     (b"KVMP", "a profile of a model", "kvmnn profile inspect shows it"),
+    (b"KVML", "the lossless stream of one layer", _LAYER_STREAM_ADVICE),
+    (b"KVMX", "the lossy stream of one layer", _LAYER_STREAM_ADVICE),
     (b"\x93NUMPY", "a NumPy array", _RENAME_ADVICE.format(".npy")),
     (b"\x89HDF\r\n\x1a\n", "an HDF5 file", _READABLE_FORMATS_ADVICE),
     (_TORCH_LEGACY_MAGIC, *_CHECKPOINT_DESCRIPTION),

@@ -78,6 +78,7 @@ def test_profile_make_purpose_selects_tables(run, work, tmp_path) -> None:
 def test_small_profiles_and_missed_ratios_are_noted(run, work, tmp_path) -> None:
     assert "500 tokens" in run("profile inspect", work / "p.kvmp").out
     encoded = run("encode", work / "kv", "-o", tmp_path / "s/", "--codec", f"transform:{work / 'p.kvmp'},ratio=40")
+    assert "layer streams (transform, ratio=40), " in run("inspect", tmp_path / "s").out
     assert "made of 500 tokens" in encoded.out and "ratio 40 was asked for" in encoded.out
     lossless = run("encode", work / "kv", "-o", tmp_path / "t/", "--codec", f"profile:{work / 'p.kvmp'}")
     assert "500 tokens" not in lossless.out
@@ -102,6 +103,8 @@ def test_encode_and_decode_with_a_profile(run, work, tmp_path) -> None:
     encoded = run("encode", work / "kv", "-o", tmp_path / "s/", "--codec", f"profile:{work / 'p.kvmp'}", "-v")
     assert "LOSSLESS (decoded and compared)" in encoded.out and "layer 5:" in encoded.out
     assert "layer streams" in run("inspect", tmp_path / "s").out
+    for path in (tmp_path / "s").glob("*.kvm*"):
+        assert "lossless stream of one layer (name its folder" in run("inspect", path, code=1).err
     assert "LOSSLESS" in run("verify", tmp_path / "s").out
     assert "every byte" in run("verify", tmp_path / "s", "--against", work / "kv").out
     assert "equal" in run("diff", tmp_path / "s", work / "kv").out

@@ -131,6 +131,21 @@ def test_layer_streams_of_other_layouts(tmp_path: Path, profile: Path) -> None:
     ) or all(np.array_equal(source[name].to_numpy(), array.transpose(1, 0, 2)) for name, array in dump.items())
 
 
+def test_layer_streams_predicted_kl_other_than_in_headers_is_refused(tmp_path: Path, profile: Path) -> None:
+    cache, folder = save_folder(tmp_path / "cache", make_cache(20, 5)), tmp_path / "streams"
+    for settings in ({"kl": 0.01}, {"first": 20}):  # of the latter all tokens are exact: 0
+        options = LayerStreamOptions(codec="transform", profile=str(profile), settings=settings)
+        document = encode_layers(kvmnn.open(cache), folder, options, force=True).document
+        assert document.predicted_kl == pytest.approx(settings.get("kl", 0), rel=1e-6)
+        assert inspect_layers(str(folder)).document == verify_layers(str(folder)).document == document
+    text = (folder / LAYERS_NAME).read_text()
+    for value in ("0.001", "null"):
+        (folder / LAYERS_NAME).write_text(text.replace('"predicted_kl": 0.0', f'"predicted_kl": {value}'))
+        for call in (inspect_layers, verify_layers):
+            with pytest.raises(KvmnnError, match=r"layers\.json: predicted_kl is .*: expected 0\.002, the sum"):
+                call(str(folder))
+
+
 @pytest.mark.parametrize("settings", [{"kl": 0.01}, {"ratio": 4.0, "below": 0}, {"bits": 3.0, "recent": 20}])
 def test_transform_streams_say_lossy_and_keep_their_promise(
     tmp_path: Path, profile: Path, settings: dict[str, Any]
@@ -208,6 +223,7 @@ def test_layers_documents_are_read_strictly(encoded: tuple[Path, Path]) -> None:
         ("profile_file", 3),
         ("options", []),
         ("predicted_kl", "x"),
+        ("lossy", True),
         ("metadata", {"a": 1}),
         ("raw_bytes", 1),
         ("stored_bytes", 1),

@@ -200,6 +200,8 @@ def parse_layers_document(text: bytes, label: str) -> LayerStreamsDocument:
     for kind, values in (("arrays", names), ("files", files)):
         if len(set(values)) < len(values):
             raise root.get("layers").error(f"{kind} that differ in name")
+    if root.get("lossy").read_bool() != document.is_lossy:
+        raise root.get("lossy").error(f"{str(document.is_lossy).lower()} of codec {codec!r}")
     for key, expected in (("raw_bytes", document.raw_bytes), ("stored_bytes", document.stored_bytes)):
         if root.get(key).read_int(0) != expected:
             raise root.get(key).error(f"{expected}, the sum of its parts")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import threading
 import time
@@ -15,15 +16,16 @@ from typing import Any
 import numpy as np
 
 from ..._util.parallel import Progress
-from ..._util.text import LOSSY, format_rate, pluralize
+from ..._util.text import LOSSY, escape_control, format_rate, pluralize
 from ...arrays.array import Chunk, LazyArray, rechunk
 from ...arrays.layer_cache import LayerCache
 from ...arrays.source import LOSSY_KEY, Source, list_losses
-from ...errors import FrameError, LimitError, ManifestError, MissingFileError, SourceError
+from ...errors import FrameError, KvmnnError, LimitError, ManifestError, MissingFileError, SourceError
 from ...files.atomic import is_device
 from ...files.mapped_file import FileHead, MappedFile
 from ...files.schema import Record, json_key
 from ...profiles import Profile
+from ...transform.header import read_header
 from ..base import PathFormat
 from ..options import ReadOptions
 from ..restorer import RestoreResult
@@ -67,6 +69,7 @@ class LayerStreams:
     def __init__(self, folder: str, profile: str | os.PathLike[str] | None = None) -> None:
         self.folder = os.path.dirname(folder) if os.path.basename(folder) == LAYERS_NAME else folder
         self.document: LayerStreamsDocument = read_layers_document(self.folder)
+        _check_predicted_kl(self.folder, self.document)
         self.profile: Profile = find_profile(self.folder, self.document, profile)
 
     def iter_layers(self) -> Iterator[tuple[LayerStreamEntry, LayerCache]]:
@@ -107,6 +110,32 @@ class LayerStreams:
                 raise ManifestError(
                     f"{self.folder}: {entry.file}: array {array.name!r} does not match the sha256 of {LAYERS_NAME}"
                 )
+
+
+def _check_predicted_kl(folder: str, document: LayerStreamsDocument) -> None:
+    """Raise `ManifestError` if the loss in ``layers.json`` is not that of the streams, where all of them have one.
+
+    Streams that are missing or damaged are left to what decodes them.
+    """
+    if not document.is_lossy or (document.is_exact and document.predicted_kl == 0):
+        return
+    losses = []
+    for entry in document.layers:
+        try:
+            file = MappedFile(Path(folder, entry.file))
+            losses.append(read_header(file.view(0, file.size).data)[0].kl)
+        except KvmnnError:
+            return
+    total, predicted = math.fsum(losses), document.predicted_kl
+    if not math.isnan(total) and (predicted is None or not math.isclose(total, predicted, rel_tol=_MAX_KL_DIFFERENCE)):
+        raise ManifestError(
+            f"{Path(folder, LAYERS_NAME)}: predicted_kl is {predicted}: expected {total:.6g}, the sum of the losses in "
+            "the headers of the streams"
+        )
+
+
+_MAX_KL_DIFFERENCE = 1e-4
+"""Relative: headers hold binary32."""
 
 
 class _DecodedLayers:
@@ -296,8 +325,11 @@ class LayerStreamsInfo(Record):
                     f"decodes to what {LAYERS_NAME} says; largest and relative errors of each layer are those it says"
                 )
             proof = f", {LOSSY} ({claim})"
+        codec = ", ".join(
+            [document.codec, *(f"{name}={_format_value(value)}" for name, value in document.options.items())]
+        )
         lines = [
-            f"{self.input}: {pluralize(len(document.layers), 'layer stream')} ({document.codec}), "
+            f"{self.input}: {pluralize(len(document.layers), 'layer stream')} ({escape_control(codec)}), "
             f"{pluralize(document.tokens, 'token')}, {document.raw_bytes:,} -> {document.stored_bytes:,} bytes, "
             f"ratio {document.ratio:.4f}{proof}{format_rate(document.raw_bytes, self.seconds) if self.proof else ''}"
         ]
@@ -310,10 +342,15 @@ class LayerStreamsInfo(Record):
         return "\n".join([*lines, str(self)])
 
 
+def _format_value(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def inspect_layers(path: str) -> LayerStreamsInfo:
     """Describe a folder of layer streams, which needs no profile."""
     folder = os.path.dirname(path) if os.path.basename(path) == LAYERS_NAME else path
     document = read_layers_document(folder)
+    _check_predicted_kl(folder, document)
     return LayerStreamsInfo(input=path, document=document, notes=tuple(list_losses(document.metadata)))
 
 

@@ -15,7 +15,7 @@ from .._util.text import LOSSY, format_range
 from ..arrays.completeness import MAX_COMPLETENESS_BYTES as MAX_COMPLETENESS_BYTES
 from ..arrays.layers import collect_layers
 from ..arrays.positions import PositionMap, read_token_positions
-from ..arrays.source import COMPLETENESS_KEY, LOSSY_KEY, ROUNDING_PREFIX, SIDECAR_KEY, Source
+from ..arrays.source import CAST_TEXT, COMPLETENESS_KEY, LOSSY_KEY, SIDECAR_KEY, Source
 from ..bundle.passthrough import MAX_SIDECAR_BYTES, POSITIONS_NAME, SIDECAR_NAMES, dump_sidecars, parse_sidecars
 from ..dtypes import Positions
 from ..errors import ManifestError, OutputError, SourceError
@@ -105,7 +105,7 @@ def read_dump_loss(positions_json: bytes) -> str:
         reasons.append(f"evicted before dump-kv: {tokens_text} of {tokens_seen:,} tokens are here")
     if isinstance(rounded, dict) and type(rounded.get("changed")) is int and rounded["changed"] > 0:
         reasons.append(
-            f"{ROUNDING_PREFIX}{rounded.get('from')} to {document.get('dtype')}, {rounded['changed']:,} words changed"
+            f"{CAST_TEXT}{rounded.get('from')} to {document.get('dtype')}, {rounded['changed']:,} words changed"
         )
     return "; ".join(reasons) or f"{POSITIONS_NAME} says so"
 

@@ -16,7 +16,10 @@ from kvmnn.reports.break_even import EngineTimes
 EXAMPLES = ROOT / "examples"
 TEXT = str(FIXTURES / "lm" / "texts" / "trace.py.txt")
 PROMISES = {
-    "compress_cache": ([], ("exact (MNN's own bytes)", "dense (for kvmnn alone)", "LOSSLESS (every byte compared")),
+    "compress_cache": (
+        [],
+        ("exact (MNN's own bytes)", "dense (for kvmnn alone)", "LOSSLESS copy of LOSSY K and V (every byte compared"),
+    ),
     "evaluate_policies": ([str(FIXTURES / "lm"), TEXT, "plots"], ("streaming", "h2o_decayed_heads", ".svg")),
     "own_policy": ([], ("low_norms 128", "streaming 128")),
     "ship_prefix": ([], ("system_prompt_0.k", "read back: 12 arrays, 1,572,864 bytes")),

@@ -162,10 +162,10 @@ def _refuse_loss(arguments: argparse.Namespace, *, is_lossy_store: bool) -> None
 
     K and V of a model that were cast are taken: they are what an engine of that type computes with.
     """
-    from ...arrays.source import LOSSY_KEY, ROUNDING_PREFIX
+    from ...arrays.source import CAST_TEXT, LOSSY_KEY
 
     loss = arguments.read.metadata.get(LOSSY_KEY, "")
-    if loss and not loss.startswith(ROUNDING_PREFIX) and not is_lossy_store and not arguments.force:
+    if loss and not loss.startswith(CAST_TEXT) and not is_lossy_store and not arguments.force:
         raise UsageError(
             f"{' '.join(arguments.inputs)}: is LOSSY, as it records: a store of lossless units would not say so "
             "(--force puts it all the same)"

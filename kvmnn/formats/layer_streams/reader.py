@@ -19,7 +19,7 @@ from ..._util.parallel import Progress
 from ..._util.text import LOSSY, escape_control, format_rate, pluralize
 from ...arrays.array import Chunk, LazyArray, rechunk
 from ...arrays.layer_cache import LayerCache
-from ...arrays.source import LOSSY_KEY, Source, list_losses
+from ...arrays.source import LOSSY_KEY, ROUNDED_TEXT, Source, list_losses
 from ...errors import FrameError, KvmnnError, LimitError, ManifestError, MissingFileError, SourceError
 from ...files.atomic import is_device
 from ...files.mapped_file import FileHead, MappedFile
@@ -117,7 +117,10 @@ def _check_predicted_kl(folder: str, document: LayerStreamsDocument) -> None:
 
     Streams that are missing or damaged are left to what decodes them.
     """
-    if not document.is_lossy or (document.is_exact and document.predicted_kl == 0):
+    was_rounded = document.metadata.get(LOSSY_KEY, "").startswith(ROUNDED_TEXT)  # no loss in all is known then
+    if not document.is_lossy or (document.predicted_kl is None and was_rounded):
+        return
+    if document.is_exact and document.predicted_kl == 0:
         return
     losses = []
     for entry in document.layers:

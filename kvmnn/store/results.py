@@ -279,12 +279,19 @@ class StoreVerifyResult(Record):
     #: Whether any unit decodes to K and V that are not exactly those that were put.
     is_lossy: bool = field(default=False, metadata={"omit": True})
 
+    @property
+    @json_key(before="units")
+    def label(self) -> str | None:
+        """Return ``LOSSY`` for rounded K and V, ``LOSSLESS`` where all units are those that were put, else None."""
+        return LOSSY if self.is_lossy else LOSSLESS if (self.units or self.states) and not self.damaged else None
+
     def __str__(self) -> str:
         summary = (
             f"{_pluralize(self.units, 'unit', is_lossy=self.is_lossy)}, {self.tokens:,} tokens, {self.bytes:,} "
             f"bytes{_format_states(self.states)}"
         )
-        summary += ": all of it decoded and compared with its checksums"
+        proof = "all of it decoded and compared with its checksums"
+        summary += f": {self.label} ({proof})" if self.label == LOSSLESS else f": {proof}"
         lines = [summary] if self.units or self.states or not self.damaged else []
         if self.damaged:
             lost_text = f", and {pluralize(self.lost, 'unit')} lost that went on from them" if self.lost else ""

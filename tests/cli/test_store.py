@@ -225,7 +225,8 @@ def test_store_stat_ls_pin_rm_gc_export_import(here: Path, run) -> None:
     run("store", "export", "S", "--token-ids", "long.json", "-o", "long.prefix")
     run("store", "import", "T", "long.prefix", "--size-limit", "1M")
     assert run("store", "match", "T", "--token-ids", "long.json").out == "50\n"
-    assert "all of it decoded and compared" in run("store", "verify", "T").out
+    assert "LOSSLESS (all of it decoded and compared" in run("store", "verify", "T").out
+    assert json.loads(run("store", "verify", "T", "--json").out)["label"] == "LOSSLESS"
     (file,) = Path("T/units").glob("*/*.unit")
     file.write_bytes(file.read_bytes()[:-1])
     assert run("store", "verify", "T", code=1).out.startswith("1 unit damaged:")
@@ -649,7 +650,8 @@ def test_store_by_a_profile_says_lossy_in_every_action(here: Path, run) -> None:
     refused = run("store", "put", "F", "folder", "--token-ids", "long.json", "--fingerprint", "m", code=2).err
     assert "is LOSSY, as it records" in refused and not Path("F").exists()
     for action in ("ls", "stat", "verify", "gc"):
-        assert "LOSSY" in run("store", action, "S").out
+        out = run("store", action, "S").out
+        assert "LOSSY" in out and "LOSSLESS" not in out
     for action in ("match", "pin", "unpin"):
         document = json.loads(run("store", action, "S", "--token-ids", "long.json", "--json").out)
         assert document["is_lossy"], action

@@ -116,6 +116,10 @@ def test_dump_kv_loss_marks_copies(run: Callable[..., Any], folder: Path) -> Non
         assert copied == {path.name: path.read_bytes() for path in Path(name).iterdir()}  # and no loss.json
     rounded = run("store", "put", "S", "kv", "--fingerprint", "m", "--token-ids", "kv/token_ids.json")
     assert "rounded by dump-kv" in rounded.err
+    put = run("store", "put", "T", "kv", "--model", FIXTURE, "--text", TEXT)  # which has more tokens
+    assert put.err.count(f"the cache has the first {TOKENS} of the ") == 1 and f"{TOKENS} tokens, " in put.out
+    other = ("store", "put", "T", "kv", "--model", FIXTURE, "--text", FIXTURE / "texts" / "calendar.py.txt")
+    assert "(leave --text out, or --force)" in run(*other, code=2).err
     positions = json.loads(Path("kv/positions.json").read_text())
     for damage in ({"rounded": 1, "layers": 1}, {"rounded": {"changed": "1"}, "layers": [1, {"tokens": "1"}]}):
         Path("kv/positions.json").write_text(json.dumps(positions | damage))

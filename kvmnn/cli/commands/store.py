@@ -197,7 +197,10 @@ def _raise_if_unavailable(result: MatchResult | StoredPrefix | PutResult) -> Non
 
 
 def resolve_ids(source: Source, arguments: argparse.Namespace) -> Any:
-    """Return the token ids to store: those of the options, which must match the file's, or else the file's."""
+    """Return the token ids to store: those of the options, which must match the file's, or else the file's.
+
+    Of a text that goes on after the cache's tokens, the ids of these.
+    """
     from ...formats.llama import NO_TOKEN
     from ...store.adapters import read_saved_ids, resolve_token_ids
 
@@ -216,6 +219,12 @@ def resolve_ids(source: Source, arguments: argparse.Namespace) -> Any:
                 f"(leave {option} out, or --force): {num_cache_ids:,} ids in the cache, {len(specified_ids):,} of "
                 f"{option}"
             )
+    if arguments.text is not None and 0 < num_cache_ids < len(specified_ids):
+        if not hasattr(arguments, "has_text_note"):  # it is resolved again with the layers
+            arguments.has_text_note = True
+            text = f"the cache has the first {num_cache_ids:,} of the {len(specified_ids):,} tokens of --text"
+            input_sources.report_notes([text], arguments)
+        specified_ids = specified_ids[:num_cache_ids]
     return (
         specified_ids
         if cache_ids is None or len(cache_ids) != len(specified_ids)

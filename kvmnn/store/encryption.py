@@ -27,6 +27,8 @@ from ..errors import OptionError, SourceError, build_read_error
 KEY_VARIABLE = "KVMNN_STORE_KEY"
 """Environment variable with a key, as 64 hexadecimal digits."""
 SEALED_MAGIC = b"KVMNNPE1"
+_PLAIN_MAGICS = (b"{", b"KVMNNPU", b"KVMNNPS")
+"""First bytes of the namespaces, units and states of a store that is not encrypted; others are damaged."""
 CIPHER_NAME = "XAES-256-GCM"
 
 _KEY_BYTES = 32
@@ -342,18 +344,21 @@ def check_key_matches(label: str, key_check: str, cipher: StoreCipher) -> None:
     raise OptionError(f"{label}: is encrypted with another key than that of {cipher.key_source}")
 
 
-def infer_key_check(samples: Iterable[tuple[str, bytes]], cipher: StoreCipher) -> str | None:
-    """Return the `key_check` of a store whose settings are lost, by names and bytes of its values; None without any.
+def infer_key_check(samples: Iterable[tuple[str, Bytes]], cipher: StoreCipher) -> str | None:
+    """Return the `key_check` that a store must have by names and bytes of its values; None if no value tells it.
 
-    It is a text that no key has if values are sealed with a key other than that of `cipher`.
+    It is a text that no key has if values are sealed with a key other than that of `cipher`. One sealed value is
+    enough, whatever others are there: without the key nothing may be added to such a store, or removed.
     """
     key_checks = set()
     for name, data in samples:
-        if not data.startswith(SEALED_MAGIC):
-            key_checks.add("")
+        head = data[: len(SEALED_MAGIC)].tobytes()
+        if head != SEALED_MAGIC:
+            if head.startswith(_PLAIN_MAGICS):
+                key_checks.add("")
             continue
         try:
-            cipher.unseal_head(np.frombuffer(data, np.uint8), name)
+            cipher.unseal_head(data, name)
         except UnsealError:
             key_checks.add("?")
         else:

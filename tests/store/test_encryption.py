@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 import re
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -265,13 +266,64 @@ def test_open_lost_settings_needs_the_same_key(tmp_path: Path, settings: bytes |
     assert after == before
 
 
-def test_open_forged_settings_reads_nothing(tmp_path: Path) -> None:
-    """Who takes the note of encryption away gets no plain text from it, and no store to put into."""
-    folder = tmp_path / "s"
+PLAIN_SETTINGS = '{"schema":"kvmnn-store","schema_version":1,"block_tokens":64,"codec":"dense"}'
+
+
+def read_all(folder: Path) -> list[tuple[str, bytes]]:
+    """What a store consists of, without the files that SQLite changes when it opens an index."""
+    return sorted((name, data) for name, data in stored_bytes(str(folder)) if not name.endswith(("-wal", "-shm")))
+
+
+@pytest.mark.parametrize("others_key", [None, OTHER_KEY], ids=["plain", "other key"])
+def test_open_settings_of_another_store_keeps_encrypted_store(tmp_path: Path, others_key: bytes | None) -> None:
+    """What is stored says what the key is: nothing is made again or removed without it; with it the file is."""
+    folder, other = tmp_path / "s", tmp_path / "other"
     fill(folder)
-    (folder / "store.json").write_text('{"schema":"kvmnn-store","schema_version":1,"block_tokens":64,"codec":"dense"}')
-    with pytest.raises(OptionError, match="is not encrypted, and there is a key"):
-        PrefixStore(folder, key=KEY)
+    with PrefixStore(other, key=others_key) as store:
+        store.put(OTHER, layers_of(OTHER), model=MODEL)
+    own_settings = (folder / "store.json").read_bytes()
+    (folder / "store.json").write_bytes((other / "store.json").read_bytes())
+    before = read_all(folder)
+    for key, message in ((None, "is encrypted: its key is needed"), (OTHER_KEY, "is encrypted with another key")):
+        for options in ({}, {"read_only": True}, {"create": False}):
+            with pytest.raises(OptionError, match=message):
+                PrefixStore(folder, key=key, **options)
+    assert read_all(folder) == before
+    with PrefixStore(folder, key=KEY, namespace="tenant-x") as store:
+        assert "store.json: says that the store is " in (note := store._backend.notes[0]), note
+        assert same(store.get(IDS, model=MODEL).layers, IDS, 150)
+        assert (store.stats().pinned, store.sessions(), store.gc().units) == (1, ["a chat"], 0)
+    assert (folder / "store.json").read_bytes() == own_settings
+
+
+def test_open_settings_of_encrypted_store_keeps_plain_store(tmp_path: Path) -> None:
+    folder, sealed = tmp_path / "s", tmp_path / "sealed"
+    fill(sealed)
+    with PrefixStore(folder) as store:
+        store.put(IDS, layers_of(IDS), model=MODEL)
+        store.pin(IDS, model=MODEL)
+    (folder / "store.json").write_bytes((sealed / "store.json").read_bytes())
+    before = read_all(folder)
+    for key in (None, KEY, OTHER_KEY):
+        for options in ({}, {"read_only": True}, {"create": False}):
+            with pytest.raises(OptionError, match=r"says that the store is encrypted, and its units are not"):
+                PrefixStore(folder, key=key, **options)
+    assert read_all(folder) == before
+    (folder / "store.json").unlink()  # as the message advises
+    with PrefixStore(folder) as store:
+        assert same(store.get(IDS, model=MODEL).layers, IDS, 150)
+        assert store.stats().pinned == 1
+
+
+def test_gc_without_any_readable_unit_removes_nothing(tmp_path: Path) -> None:
+    folder, sealed = tmp_path / "s", tmp_path / "sealed"
+    fill(sealed)
+    with PrefixStore(folder) as store:
+        shutil.copytree(sealed / "units", folder / "units")
+        before = read_all(folder / "units")
+        with pytest.raises(SourceError, match=r"can be read as a unit of this store, .*: nothing is removed"):
+            store.gc()
+        assert before == read_all(folder / "units") != []
 
 
 def test_open_unknown_cipher_is_refused(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import time
 import zlib
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -593,6 +594,12 @@ class DirectoryBackend:
             settings = self.recovery_files.read_settings()._replace(block_tokens=self.block_tokens)
         except ManifestError as error:
             return self._restore_settings(error, "was damaged", requested)
+        if settings.key_check != self.cipher.key_check:  # `_check_key` has shown that the units have the key
+            problem = "encrypted with another key, and its units are with this one"
+            if not settings.key_check:
+                problem = "not encrypted, and its units are"
+            key_error = SourceError(f"{path}: says that the store is {problem}")
+            return self._restore_settings(key_error, "was wrong", requested)
         wrong_codec = find_contradicting_codec(settings.codec, self._read_sampled_headers(_NUM_COMPARED_UNITS))
         if wrong_codec is None:
             return settings
@@ -745,6 +752,14 @@ class DirectoryBackend:
     def _remove_unreferenced(self, max_bytes: int | None) -> CleanupResult:
         with self.index.begin_writing() as cursor:  # no other process moves a staged file into place meanwhile
             unit_ids = set(cursor.list_numbers("SELECT id FROM unit"))
+            unknown_paths = list(self.files.iter_unknown_files(unit_ids))
+            file_units = chain(unit_ids, (int(path.stem, 16) for path in unknown_paths))
+            if unknown_paths and not self.files.has_readable_unit(file_units):
+                raise SourceError(
+                    f"{self.folder}: none of its {pluralize(len(unknown_paths), 'unit file')} can be read as a unit of "
+                    "this store, which another key or another store's files explain: nothing is removed; if they are "
+                    "of no use, remove the store"
+                )
             self.recovery_files.delete_other_pins(
                 [key for (key,) in cursor.iter_rows(tuple[Key], "SELECT key FROM pin")]
             )
@@ -754,7 +769,7 @@ class DirectoryBackend:
                 name for name in self.recovery_files.list_table_names() if name.partition("-")[0] not in namespaces
             ]
             num_other_files, other_bytes = len(unused_names), self.recovery_files.delete_tables(unused_names)
-            for path in self.files.iter_unknown_files(unit_ids):
+            for path in unknown_paths:
                 with suppress(OSError):
                     other_bytes += path.stat().st_size
                     path.unlink()

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...dtypes import Bytes
-from ...errors import KvmnnError, ManifestError, SourceError
+from ...errors import KvmnnError, ManifestError, OptionError, SourceError
 from ...files.atomic import wrap_os_errors
 from ...files.mapped_file import MappedFile
 from ...files.schema import read_bounded
@@ -39,6 +39,7 @@ from ..unit import (
     make_object_name,
     parse_header,
 )
+from ..unit_codec import is_prefix_state
 
 UNIT_SUFFIX = ".unit"
 UNIT_NAME = "units"
@@ -49,6 +50,8 @@ _FOLDER_BITS = 12
 _MAX_UNIT_NUMBER = 1 << 62
 _MAX_SAMPLED_FILES = 64
 """Files from which it is inferred whether a store is encrypted."""
+_MAX_SAMPLED_UNITS = 4
+"""Units among them where namespaces are there: these say the same, and each opening reads them."""
 _MAX_PIECES_PER_WRITE = 1024
 """POSIX systems accept 1,024 pieces in one call."""
 
@@ -107,6 +110,14 @@ class UnitFiles:
             return None if data is None else parse_header(data)
         except DamagedUnitError:
             return None
+
+    def has_readable_unit(self, units: Iterable[int]) -> bool:
+        """Return whether any of these units can be read as one of this store; state units count."""
+        for unit in units:
+            data = self.read_head(unit)
+            if data is not None and (is_prefix_state(data) or self.read_header(unit) is not None):
+                return True
+        return False
 
     def stage(self) -> StagedFiles:
         """Open temporary storage for new units."""
@@ -329,17 +340,38 @@ class RecoveryFiles:
         return None
 
     def read_key_check(self) -> str | None:
-        """Return the `key_check` of the store; None if nothing is stored that it can be inferred from."""
+        """Return the `key_check` of the store; None if nothing is stored that it can be inferred from.
+
+        What is stored decides, not the settings, which may be those of another store.
+
+        Raises
+        ------
+        OptionError
+            If the settings are those of an encrypted store, and what is stored is not encrypted.
+        """
+        settings_check = None
         if self.exists:
             with suppress(ManifestError):
-                return self.read_settings().key_check
-        paths = (*self._folder.glob(f"{_NAMESPACES_FOLDER}/*.json"), *self._folder.glob(f"{_UNITS_FOLDER}/*/*.unit"))
-        samples = {}
-        for path in sorted(paths)[:_MAX_SAMPLED_FILES]:
+                settings_check = self.read_settings().key_check
+        stored_check = infer_key_check(self._iter_samples(), self._cipher)
+        if stored_check == "" and settings_check:
+            raise OptionError(
+                f"{self.settings_path}: says that the store is encrypted, and its units are not: put its own "
+                f"{SETTINGS_FILE} in the place of this one, or remove it, and it is made again"
+            )
+        return settings_check if stored_check is None else stored_check
+
+    def _iter_samples(self) -> Iterator[tuple[str, Bytes]]:
+        """Yield namespaces and units, each with the name that it is sealed under, few enough for each opening."""
+        namespaces = sorted((self._folder / _NAMESPACES_FOLDER).glob("*.json"))
+        units = (self._folder / _UNITS_FOLDER).glob(f"*/*{UNIT_SUFFIX}")
+        max_units = _MAX_SAMPLED_UNITS if namespaces else _MAX_SAMPLED_FILES
+        for path in (*namespaces[:_MAX_SAMPLED_FILES], *itertools.islice(units, max_units)):
             name = UNIT_NAME if path.suffix == UNIT_SUFFIX else path.relative_to(self._folder).as_posix()
-            with suppress(OSError):
-                samples[name, path] = path.read_bytes()
-        return infer_key_check(((name, data) for (name, _), data in samples.items()), self._cipher)
+            with suppress(SourceError, OSError):
+                if path.is_file():
+                    file = MappedFile(path)
+                    yield name, file.view(0, file.size)
 
     def save_namespace(self, namespace: Namespace) -> None:
         """Write a namespace, unless it is written already."""

@@ -193,6 +193,10 @@ def test_folder_of_lossy_arrays_records_the_loss(run, work, tmp_path, monkeypatc
     ):
         out = run("encode", *words).out
         assert copied in out and loss in out, out
+    exact = run("encode", "folder", "-o", "exact_tr", "--codec", f"transform:{work / 'p.kvmp'},first=150")
+    assert "here every error is 0" in exact.out
+    run("decode", "exact_tr", "-o", "exact_folder/")
+    assert (tmp_path / "exact_folder" / "loss.json").read_text() == (tmp_path / "folder" / "loss.json").read_text()
     run("decode", "frames", "-o", "again/")
     assert (tmp_path / "again" / "loss.json").read_bytes() == (tmp_path / "folder" / "loss.json").read_bytes()
     single = run("decode", "x.frame", "-o", "single.npy")

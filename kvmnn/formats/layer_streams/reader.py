@@ -203,7 +203,7 @@ def make_source(streams: LayerStreams, options: ReadOptions) -> Source:
     source = Source(arrays, dict(document.metadata), inputs=(streams.folder,), opened_files=tuple(files))
     source.lossy = document.is_dequantized
     source.token_major = any(array.token_major for entry in document.layers for array in entry.arrays)
-    if document.is_lossy:
+    if document.is_lossy and not (document.is_exact and LOSSY_KEY in source.metadata):  # or what was lost before
         source.metadata[LOSSY_KEY] = describe_document(document)[-1].removeprefix(f"{LOSSY}: ")
     return source
 

@@ -75,6 +75,11 @@ class RerotationResult(Record):
         """Return ``LOSSY`` if any K was rotated, because its elements were rounded; otherwise ``LOSSLESS``."""
         return LOSSY if self.tokens else LOSSLESS
 
+    @property
+    def losses(self) -> tuple[str, ...]:
+        """Return a sentence for the record of what K has lost; none if nothing was rotated."""
+        return ("K was rotated to other positions",) if self.tokens else ()
+
     def __str__(self) -> str:
         if not self.tokens:
             return "K was not rotated: the tokens are at the first positions already"

@@ -105,7 +105,7 @@ def test_dump_kv_loss_marks_copies(run: Callable[..., Any], folder: Path) -> Non
     dump(run, "--policy", "streaming", "--budget", 20, out="cut")
     dump(run, out="exact")
     evicted = f"LOSSY: evicted before dump-kv: 20 of {TOKENS} tokens are here"
-    for name, loss in (("kv", "LOSSY: rounded by dump-kv: fp32 to fp16, "), ("cut", evicted), ("exact", "")):
+    for name, loss in (("kv", "LOSSY: rounded by a cast: fp32 to fp16, "), ("cut", evicted), ("exact", "")):
         label = "LOSSLESS copy of LOSSY K and V" if loss else "LOSSLESS"
         argv = (("encode", name, "-o", f"{name}.frames"), ("verify", f"{name}.frames", "--against", name))
         for words in (*argv, ("decode", f"{name}.frames", "-o", f"{name}.back/")):
@@ -115,7 +115,7 @@ def test_dump_kv_loss_marks_copies(run: Callable[..., Any], folder: Path) -> Non
         copied = {path.name: path.read_bytes() for path in Path(f"{name}.back").iterdir()}
         assert copied == {path.name: path.read_bytes() for path in Path(name).iterdir()}  # and no loss.json
     rounded = run("store", "put", "S", "kv", "--fingerprint", "m", "--token-ids", "kv/token_ids.json")
-    assert "rounded by dump-kv" in rounded.err
+    assert "rounded by a cast" in rounded.err
     put = run("store", "put", "T", "kv", "--model", FIXTURE, "--text", TEXT)  # which has more tokens
     assert put.err.count(f"the cache has the first {TOKENS} of the ") == 1 and f"{TOKENS} tokens, " in put.out
     other = ("store", "put", "T", "kv", "--model", FIXTURE, "--text", FIXTURE / "texts" / "calendar.py.txt")

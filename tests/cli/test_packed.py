@@ -373,7 +373,11 @@ def test_repack_to_fp16_and_back(prefix, run):
     halves = [array.astype(np.float16) for array in prefix.arrays]
     assert layer_files("h") == zero_padded(halves, lP=1, hP=16, block=64, capacity=116)
     document = json.loads(run("mnn", "repack", "h", "--target-backend", "arm64-sme2-fp16", "-o", "s/", "--json").out)
-    assert (document["label"], document["cast"]["changed"]) == ("LOSSLESS", 0)
+    assert (document["label"], document["cast"]["changed"]) == ("LOSSLESS copy of LOSSY K and V", 0)
+    encoded = run("encode", "s", "-o", "s.frames")
+    assert "LOSSLESS copy of LOSSY K and V" in encoded.out and "rounded by a cast: fp32 to fp16" in encoded.out
+    ids = ",".join(map(str, range(prefix.arrays[0].shape[1])))
+    run("store put", "st", "s", "--fingerprint", "x", "--token-ids", ids)  # words of the engine's own type are taken
     assert layer_files("s") == zero_padded(halves, lP=2, hP=64, block=64, capacity=116)
     said = run(
         "mnn",
@@ -388,7 +392,7 @@ def test_repack_to_fp16_and_back(prefix, run):
         "--capacity",
         70,
     ).out
-    assert "LOSSLESS (fp16 -> fp32: none of 3,360 words changed" in said
+    assert "LOSSLESS copy of LOSSY K and V (fp16 -> fp32: none of 3,360 words changed" in said
     wide = [array.astype(np.float32) for array in halves]
     assert layer_files("b") == zero_padded(wide, **AVX2_FILES, capacity=70)
     np.savez("a.npz", k=prefix.arrays[0], v=prefix.arrays[1])

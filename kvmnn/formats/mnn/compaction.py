@@ -56,6 +56,7 @@ from .packed_files import (
 )
 from .packed_reader import PackedCacheReader
 from .packer import RerotationPlan, plan_rerotation, resolve_prefix_name
+from .prefix_writer import add_losses
 from .token_ids import parse_token_ids
 
 _MAX_PLAN_BYTES: Final = 256 << 20
@@ -470,7 +471,8 @@ def _write_compacted_files(
     for file_name in names[2 * len(after.layers) :]:
         file = output_folder.open_file(file_name)
         if file_name.endswith(CACHE_SIDECAR_SUFFIX):
-            file.write((cache_info.dump_cache_info(after) + "\n").encode())
+            recorded_info = add_losses(after, *(rerotation.result.losses if rerotation else ()))
+            file.write((cache_info.dump_cache_info(recorded_info) + "\n").encode())
 
 
 def _check_upstream(info: CacheInfo, plans: Sequence[CompactionPlan]) -> None:

@@ -290,6 +290,7 @@ def pack(
         notes=notes,
         progress=progress,
         write_options=write_options,
+        losses=[doubt, *(rerotation.result.losses if rerotation else ())],
     )
     return replace(
         pack_result,
@@ -494,7 +495,16 @@ def repack(
         arrays, rerotation = _rerotate_arrays(source, arrays, info, rope, model, force=force)
         info, rotation_result = rerotation.info, rerotation.result
         notes += rerotation.rope.notes
-    pack_result = write_prefix(arrays, info, output, force=force, exclude=source.files, notes=notes, progress=progress)
+    pack_result = write_prefix(
+        arrays,
+        info,
+        output,
+        force=force,
+        exclude=source.files,
+        notes=notes,
+        progress=progress,
+        losses=[source.doubt, *(rotation_result.losses if rotation_result else ())],
+    )
     return replace(pack_result, rerotated=rotation_result, left_out=source.doubt)
 
 

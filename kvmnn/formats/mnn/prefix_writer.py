@@ -15,7 +15,7 @@ from ...arrays.array import LazyArray
 from ...arrays.cast import CastStats, merge_cast_stats
 from ...arrays.layers import LayerArray, require_common_geometry
 from ...arrays.llama_transforms import Transform, has_lossy_inverse
-from ...arrays.source import list_losses, qualify_label
+from ...arrays.source import CAST_TEXT, list_losses, qualify_label
 from ...dtypes import PART_LETTERS, PARTS, Part
 from ...errors import KvmnnError, OptionError
 from ...files.atomic import DirectoryOutput, StagedFile, wrap_os_errors
@@ -200,6 +200,7 @@ def write_prefix(
     notes: Sequence[str] = (),
     progress: Progress | None = None,
     write_options: PrefixWriteOptions | None = None,
+    losses: Sequence[str] = (),
 ) -> PackResult:
     """Write the files of a prefix cache into a directory, all or none, and read every file back.
 
@@ -219,6 +220,8 @@ def write_prefix(
         Called with bytes of arrays.
     write_options
         How to write; None for durable files, written sequentially, hashed before and after.
+    losses
+        What the document of the files is to say that K and V have lost, beyond what `info` says; a cast is added.
 
     Raises
     ------
@@ -237,7 +240,7 @@ def write_prefix(
         durable=write_options.is_durable,
     )
     with directory:
-        cast = _write_prefix_files(arrays, info, directory, progress, write_options)
+        cast = _write_prefix_files(arrays, info, directory, progress, write_options, losses)
         directory.commit()
     seconds = time.perf_counter() - start_time
     return PackResult(output=output, info=info, cast=cast, seconds=seconds, notes=tuple(notes))
@@ -249,6 +252,7 @@ def _write_prefix_files(
     output: DirectoryOutput,
     progress: Progress | None,
     write_options: PrefixWriteOptions,
+    losses: Sequence[str],
 ) -> CastStats:
     names = list_prefix_files(info)
     output.check_names(names)
@@ -266,7 +270,7 @@ def _write_prefix_files(
         return cast_stats
 
     num_threads = 1 if write_options.is_durable else resolve_threads(write_options.threads)
-    cast_stats = parallel_map(write_array, enumerate(arrays), num_threads)
+    cast = merge_cast_stats(parallel_map(write_array, enumerate(arrays), num_threads))
     for state in info.states:
         for part in PARTS:
             file = output.open_file(format_data_name(info.name, state.layer, PART_LETTERS[part]))
@@ -276,8 +280,15 @@ def _write_prefix_files(
     for name in names[len(arrays) + 2 * len(info.states) :]:
         file = output.open_file(name)
         if name.endswith(CACHE_SIDECAR_SUFFIX):
-            file.write((cache_info.dump_cache_info(info) + "\n").encode())
-    return merge_cast_stats(cast_stats)
+            rounding = f"{CAST_TEXT}{cast.source} to {cast.target}" if cast.label == LOSSY else ""
+            recorded_info = add_losses(info, *losses, rounding)
+            file.write((cache_info.dump_cache_info(recorded_info) + "\n").encode())
+    return cast
+
+
+def add_losses(info: CacheInfo, *losses: str) -> CacheInfo:
+    """Return the description of a cache with further sentences about what K and V have lost; empty ones are none."""
+    return replace(info, loss="; ".join(filter(None, [info.loss, *losses])))
 
 
 def _report_progress(progress: Progress | None, lock: threading.Lock, nbytes: int) -> None:

@@ -204,11 +204,12 @@ def test_dask_unreachable_address_is_one_line_error(
     monkeypatch.setattr(distributed.Client, "close", lambda client: left.append(client.status))
     monkeypatch.chdir(tmp_path)
     np.save("a.npy", np.ones(4, np.float16))
-    for address in ("tcp://127.0.0.1:1", "nonsense://x", "127.0.0.1:notaport"):
-        assert main(["inspect", "--dask", address, "."]) == 1
+    messages = {1: "no Dask scheduler answers there: ", 2: "is no address of a Dask scheduler: "}
+    for address, code in (("tcp://127.0.0.1:1", 1), ("nonsense://x", 2), ("127.0.0.1:notaport", 2)):
+        assert main(["inspect", "--dask", address, "."]) == code
         said = capsys.readouterr()
         assert said.out == ""
-        assert said.err.startswith(f"kvmnn: error: {address}: no Dask scheduler answers there: ")
+        assert said.err.startswith(f"kvmnn: error: {address}: {messages[code]}")
         assert said.err.count("\n") == 1
         deadline = time.monotonic() + 10
         while not left and time.monotonic() < deadline:  # threads of distributed may hold the client for a moment

@@ -35,7 +35,7 @@ from ..arrays.naming import parse_layer, parse_part
 from ..arrays.source import DEQUANTIZED_KEY, FILE_KEY, Source, check_source, list_losses, qualify_label
 from ..dtypes import PARTS, Part
 from ..errors import KvmnnError, ManifestError, OptionError, OutputError, SourceError
-from ..files.atomic import BinaryStream, DirectoryOutput, FileOutput, StagedFile, is_device
+from ..files.atomic import BinaryStream, DirectoryOutput, FileOutput, StagedFile, is_device, refuse_input_folder
 from ..files.file_names import describe_renamed_files, is_directory_output, make_file_names
 from ..files.mapped_file import MappedFile
 from ..files.schema import Record, json_key
@@ -863,6 +863,7 @@ def check_encode_output(source: Source, path: str, *, force: bool = False) -> No
     """
     if is_device(path):
         return
+    refuse_input_folder(path, source.inputs)
     if len(source) > 1 or is_directory_output(path):
         with DirectoryOutput(path, force=force, exclude=source.files, index=manifest.MANIFEST_NAME) as directory:
             directory.check_names([*make_file_names(source.names, manifest.FRAME_SUFFIX), manifest.MANIFEST_NAME])
@@ -882,6 +883,7 @@ def _write_to_path(
 ) -> tuple[Manifest, bool]:
     if FILE_KEY in source.metadata and not options.block:  # no engine reads these frames: what counts are bytes
         options = replace(options, allow_raw=True)
+    refuse_input_folder(path, source.inputs)
     if len(source) > 1 or is_directory_output(path):
         with DirectoryOutput(path, force=force, exclude=source.files, index=manifest.MANIFEST_NAME) as directory:
             bundle_manifest = encode_to_directory(

@@ -241,6 +241,13 @@ ENCODING_INDEXES: Final = ("manifest.json", "layers.json")
 """Files that describe a folder of frames and one of layer streams: a folder is one of them, never both."""
 
 
+def refuse_input_folder(output: str | os.PathLike[str], inputs: Iterable[str]) -> None:
+    """Raise `OutputError` for an output that is a folder of the input: what reads it would find two caches in it."""
+    folder = os.path.realpath(output)
+    if os.path.isdir(folder) and any(os.path.realpath(path) == folder for path in inputs):
+        raise OutputError(f"{os.fspath(output)}: is the input itself; choose another output")
+
+
 class DirectoryOutput(_StagedOutput):
     """A directory of files that is first written elsewhere.
 

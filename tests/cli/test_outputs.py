@@ -120,3 +120,12 @@ def test_unknown_suffix_needs_raw(run, tmp_path, monkeypatch) -> None:
         "--raw is about one array"
         in run("mnn", "unpack", "k.npz", "--output-kind", "dump", "-o", "d/", "--raw", code=2).err
     )
+
+
+@pytest.mark.parametrize(
+    "argv", ["encode in/sys -o in/sys -f", "mnn unpack in/sys -o in/sys/", "encode in/sys/ -o ./in/sys/"]
+)
+def test_folder_of_the_input_is_no_output(here, run, argv) -> None:
+    before = {path.name for path in Path("in/sys").iterdir()}
+    assert "is the input itself" in run(*argv.split(), code=1).err
+    assert {path.name for path in Path("in/sys").iterdir()} == before

@@ -31,7 +31,7 @@ from ...arrays.source import (
 )
 from ...dtypes import Elements
 from ...errors import KvmnnError, OptionError, OutputError
-from ...files.atomic import DirectoryOutput
+from ...files.atomic import DirectoryOutput, refuse_input_folder
 from ...files.schema import Record, json_key
 from ...profiles import Profile, describe_few_tokens
 from ...transform import MAX_KL, TransformOptions
@@ -265,6 +265,7 @@ def encode_layers(
         For an output that exists or cannot be written.
     """
     check_source(source, "kvmnn.bundle.encode")
+    refuse_input_folder(output, source.inputs)
     start = time.perf_counter()
     profile = Profile.read(options.profile) if adapted is None else adapted
     reader, encoder = LayerReader(source), CacheEncoder(profile, options)

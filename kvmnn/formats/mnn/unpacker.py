@@ -19,7 +19,7 @@ from ...arrays.layers import collect_layers
 from ...arrays.llama_transforms import Transform, has_lossy_inverse
 from ...arrays.source import Source, list_losses, qualify_label
 from ...errors import OptionError
-from ...files.atomic import DirectoryOutput, is_device
+from ...files.atomic import DirectoryOutput, is_device, refuse_input_folder
 from ...files.file_names import is_directory_output, list_with_contents
 from ...files.schema import Record, json_key
 from ...packed.cache_info import CacheInfo, build_cache_document, describe_evicted_layers, describe_layouts
@@ -151,6 +151,7 @@ def unpack(
     KvmnnError
         When the output cannot store the arrays, exists, or cannot be written.
     """
+    refuse_input_folder(output, source.inputs)
     start_time = time.perf_counter()
     stale_notes: list[str] = []
     if form == "arrays":

@@ -290,6 +290,11 @@ class BackendUnavailableError(KvmnnError):
 class ConcurrentUpdateError(KvmnnError):
     """Another process removed or replaced the blocks that a new unit follows."""
 
+    def __init__(self, message: str, added: AddResult | None = None) -> None:
+        super().__init__(message)
+        self.added = added
+        """What was added nevertheless."""
+
 
 @dataclass(frozen=True)
 class NewUnit:
@@ -343,6 +348,24 @@ class AddResult(NamedTuple):
     """Of lossy units: nats a token that they are expected to cost; None where nothing says it."""
     exceeded_limit: ExceededLimit | None = None
     """The limit that leaves no room for some of the units: these were not added."""
+    known_tokens: int | None = None
+    """Tokens of the sequence that others had stored when the first unit was added; None if that was not looked up."""
+    stored_from: int | None = None
+    """First token of the units that were added: units that others had stored meanwhile are not; None without any."""
+    stored_tokens: int = 0
+    """Tokens of the units that were added."""
+
+    def merge(self, later: AddResult) -> AddResult:
+        """Return the sum of this result and that of a later addition to the same sequence."""
+        return AddResult(
+            self.stored_bytes + later.stored_bytes,
+            self.removed_bytes + later.removed_bytes,
+            later.predicted_kl,
+            later.exceeded_limit,
+            later.known_tokens if self.stored_from is None else self.known_tokens,
+            later.stored_from if self.stored_from is None else self.stored_from,
+            self.stored_tokens + later.stored_tokens,
+        )
 
 
 def select_fitting(sizes: Sequence[int], unevictable_bytes: int, limit: int) -> int:

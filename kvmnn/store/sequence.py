@@ -98,7 +98,8 @@ class SequenceStore:
         started = time.perf_counter()
         sequence = self.make_sequence(namespace, ids)
         stored_before = self._find_stored_part(sequence, namespace, with_state=True)
-        stored_prefix, added, begin_token = self._backend.find_prefix(sequence), AddResult(0, 0), ids.size
+        stored_prefix, added = self._backend.find_prefix(sequence), AddResult(0, 0)
+        begin_token, known_tokens, is_added = ids.size, stored_prefix.tokens, False
         if max(stored_prefix.tokens, stored_before.tokens) < ids.size:
             self._check_shapes(namespace)
         else:
@@ -109,7 +110,7 @@ class SequenceStore:
             if stored_prefix.tokens >= ids.size or not caches:
                 break
             try:
-                added = add_sequence(
+                for batch_added in add_sequence(
                     self._backend,
                     sequence,
                     caches,
@@ -118,12 +119,22 @@ class SequenceStore:
                     self._write_options,
                     attention,
                     ready_units,
-                )
-            except ConcurrentUpdateError:  # removed by another process: they are put as well
+                ):
+                    added = added.merge(batch_added)
+            except ConcurrentUpdateError as error:  # removed or put by another process: the rest is put now
+                added = added if error.added is None else added.merge(error.added)
                 stored_prefix = self._backend.find_prefix(sequence)
+                known_tokens = stored_prefix.tokens
+                if added.stored_from is not None:  # own units are in it
+                    known_tokens = min(known_tokens, added.stored_from)
                 continue
-            begin_token = stored_prefix.num_blocks * sequence.block_tokens
+            is_added = True
             break
+        known_tokens = max(known_tokens, added.known_tokens or 0)
+        if added.stored_from is not None:
+            begin_token = added.stored_from
+        elif is_added and known_tokens < ids.size:  # no unit has room
+            begin_token = stored_prefix.num_blocks * sequence.block_tokens
         state_bytes = state_raw_bytes = 0
         if state is not None and stored_before.tokens < ids.size and not added.exceeded_limit:
             state_added, state_raw_bytes = self._put_state_unit(sequence, namespace, state)
@@ -139,16 +150,17 @@ class SequenceStore:
             removed_bytes += evicted_bytes
             exceeded_limit = exceeded_limit or evicting_limit
         is_cut = bool(removed_bytes or exceeded_limit)
-        is_whole = not is_cut and state is None and (begin_token < ids.size or stored_prefix.tokens >= ids.size)
+        is_whole = not is_cut and state is None and (is_added or stored_prefix.tokens >= ids.size)
         stored_tokens = ids.size if is_whole else self._find_stored_part(sequence, namespace).tokens
-        end_token = begin_token
-        if added.stored_bytes > state_bytes:
-            end_token = self._find_stored_part(sequence, namespace, with_state=False).tokens if is_cut else ids.size
-        raw_bytes = max(end_token - begin_token, 0) * namespace.token_bytes + state_raw_bytes
+        raw_tokens = added.stored_tokens
+        if is_cut and raw_tokens:
+            end_token = self._find_stored_part(sequence, namespace, with_state=False).tokens
+            raw_tokens = min(raw_tokens, max(end_token - begin_token, 0))
+        raw_bytes = raw_tokens * namespace.token_bytes + state_raw_bytes
         reason = _CONCURRENT_REMOVAL_REASON if exceeded_limit is None else str(exceeded_limit)
         return PutResult(
             tokens=ids.size,
-            known_tokens=stored_prefix.tokens if state is None else stored_before.tokens,
+            known_tokens=known_tokens if state is None else stored_before.tokens,
             stored_from=begin_token if state is None else min(begin_token, stored_before.tokens),
             stored_tokens=stored_tokens,
             raw_bytes=raw_bytes,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -473,8 +473,8 @@ def add_sequence(
     write_options: WriteOptions,
     attention: npt.NDArray[Any] | None = None,
     ready_units: ReadyUnits | None = None,
-) -> AddResult:
-    """Store the tokens of a sequence after its stored whole blocks."""
+) -> Iterator[AddResult]:
+    """Store the tokens of a sequence after its stored whole blocks; yield what each batch of units adds."""
     size, step = sequence.block_tokens, count_blocks_per_unit(namespace, sequence.block_tokens)
     start, tokens = stored_prefix.num_blocks * size, sequence.ids.size
     ready_spans = ready_units.plan_spans(start, tokens, size, step) if ready_units is not None else []
@@ -488,16 +488,11 @@ def add_sequence(
         streams = _DenseUnitEncoder(backend, sequence, layers, namespace, stored_prefix, write_options)
         if streams.is_dense_worth_it(batches[0], sequence):
             unit_encoder = streams
-    stored_bytes = removed_bytes = 0
-    exceeded_limit = None
     for batch in batches:
         added = _add_batch(backend, sequence, namespace, batch, unit_encoder)
-        stored_bytes += added.stored_bytes
-        removed_bytes += added.removed_bytes
-        exceeded_limit = added.exceeded_limit
-        if exceeded_limit:
+        yield added._replace(predicted_kl=unit_encoder.predicted_kl)
+        if added.exceeded_limit:
             break
-    return AddResult(stored_bytes, removed_bytes, unit_encoder.predicted_kl, exceeded_limit)
 
 
 def make_layer_encoder(

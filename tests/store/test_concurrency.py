@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prefixes import MODEL, layers_of, same
@@ -42,6 +43,38 @@ def test_store_is_shared_by_threads(tmp_path: Path, encryption: str) -> None:
         assert store.verify().damaged == ()
         assert store.gc().units == 0
         assert len(list(tmp_path.glob("s/units/*/*.unit"))) == store.stats().units
+
+
+@pytest.mark.parametrize("codec", ["dense", "frames"])
+@pytest.mark.parametrize(
+    ("tokens", "known_tokens", "stored_from"),
+    [(716, 538, 512), (538, 538, 538), (540, 538, 0), (400, 400, 400)],
+    ids=["other end", "whole", "one unit", "within a unit"],
+)
+def test_put_that_another_overtakes_counts_what_it_stores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str, tokens: int, known_tokens: int, stored_from: int
+) -> None:
+    """A text that begins alike is added between search and addition of a put: its units are known, not new."""
+    first_ids, ids = [*range(538), 7, 7], [*range(538), *range(1000, 1178)][:tokens]
+    with PrefixStore(tmp_path / "s", codec=codec) as first, PrefixStore(tmp_path / "s") as second:
+        add = second._backend.add_units
+
+        def add_late(*arguments: Any) -> Any:
+            first.put(first_ids, layers_of(first_ids), model=MODEL)
+            return add(*arguments)
+
+        monkeypatch.setattr(second._backend, "add_units", add_late)
+        result = second.put(ids, layers_of(ids), model=MODEL)
+        first_units = first.stats().units - bool(result.stored_bytes)
+        assert (result.known_tokens, result.stored_from, result.stored_tokens) == (known_tokens, stored_from, tokens)
+        token_bytes = sum(part.nbytes for cache in layers_of([0]) for part in (cache.keys, cache.values))
+        assert result.raw_bytes == (tokens - stored_from) * token_bytes
+        files = sorted((tmp_path / "s" / "units").glob("*/*"))
+        assert result.stored_bytes == sum(path.stat().st_size for path in files[first_units:])
+        counters = second.usage(own=True).counters
+        assert (counters["put_raw_bytes"], counters["put_bytes"]) == (result.raw_bytes, result.stored_bytes)
+        assert counters["put_tokens"] == tokens - known_tokens
+        assert same(second.get(ids, model=MODEL).layers, ids, tokens)
 
 
 def test_put_same_text_from_two_stores_is_stored_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

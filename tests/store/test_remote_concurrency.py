@@ -39,6 +39,29 @@ def test_remote_pin_during_eviction_is_respected(url: str, monkeypatch: pytest.M
         assert same(other.get(range(8), model=MODEL).layers, range(8), 8)
 
 
+@pytest.mark.parametrize("end", [540, 600])
+def test_remote_put_that_another_overtakes_counts_what_it_stores(
+    url: str, end: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first unit of both is another (540 and 512 tokens), or one value under one name, which both write."""
+    one, two = [*range(538), *range(end - 538)], [*range(538), *range(1000, 1178)]
+    with PrefixStore(url) as first, PrefixStore(url) as second:
+        add = second._backend.add_units
+
+        def add_late(*arguments):
+            put(first, one)
+            return add(*arguments)
+
+        monkeypatch.setattr(second._backend, "add_units", add_late)
+        result = put(second, two)
+        token_bytes = sum(part.nbytes for cache in layers_of([0]) for part in (cache.keys, cache.values))
+        assert (result.known_tokens, result.stored_from, result.stored_tokens) == (512, 512, 716)
+        assert result.raw_bytes == (716 - 512) * token_bytes
+        before = first.stats().bytes
+        first.delete(two, model=MODEL)
+        assert result.stored_bytes == before - first.stats().bytes
+
+
 def test_remote_two_first_puts_lose_nothing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both find nothing; the second put detects the first and stores only the remaining part."""
     one, two = [*range(20)], [*range(10), 99, 98, 97, 96]

@@ -301,10 +301,13 @@ class DirectoryBackend:
             return self.make_lookup(cursor).find_prefix(sequence).tokens == sequence.ids.size
 
         with self._add(namespace, sequence) as (cursor, namespace_id, addition):
+            # what another process has put since the caller looked is known, not new
+            known_tokens = self.make_lookup(cursor).find_prefix(sequence).tokens
             parent = cursor.fetch_number("SELECT unit FROM block WHERE key = ?", (new[0].parent,)) or 0
             num_fitting, exceeded_limit = self._count_fitting(cursor, parent, [unit.nbytes for unit in new])
             if tables is not None and num_fitting:
                 self.recovery_files.save_tables(namespace, tables)
+            placed_units: list[NewUnit] = []
             for unit in new[:num_fitting]:
                 self._check_history(cursor, sequence, unit, addition.placed_units)
                 unit_id, superfluous_units = index_updates.insert_unit(
@@ -313,9 +316,17 @@ class DirectoryBackend:
                 if unit_id:
                     assert isinstance(unit.staged, Path)
                     addition.place(unit.staged, unit_id, unit.nbytes)
+                    placed_units.append(unit)
                 index_updates.delete_units(cursor, superfluous_units)
                 addition.removed_units += superfluous_units
-        return AddResult(addition.stored_bytes, addition.removed_bytes, exceeded_limit=exceeded_limit)
+        return AddResult(
+            addition.stored_bytes,
+            addition.removed_bytes,
+            exceeded_limit=exceeded_limit,
+            known_tokens=known_tokens,
+            stored_from=placed_units[0].start if placed_units else None,
+            stored_tokens=sum(unit.ids.size for unit in placed_units),
+        )
 
     def _count_fitting(
         self, cursor: ValidatingCursor, parent: int, sizes: Sequence[int]

@@ -353,24 +353,39 @@ class RemoteBackendBase:
             dependencies[f"{TABLES_FOLDER}/{make_object_name(namespace.key, tables.key)}"] = tables.data
         record_items = {name: record.to_bytes() for name, record in records.items()}
         taken_names = self.key_values.put_if_absent({**dependencies, **data_by_name}, record_items)
-        self._damaged_units.difference_update(record.unit for record in records.values())
-        lost_records = self._resolve_conflicts({name: records[name] for name in taken_names})
+        repaired_units = self._damaged_units & {record.unit for record in records.values()}
+        self._damaged_units -= repaired_units
+        lost_records, shared_names = self._resolve_conflicts({name: records[name] for name in taken_names})
         if lost_records:
             self.key_values.delete([make_unit_name(record.unit) for record in lost_records])
-            raise ConcurrentUpdateError("another has put a text that begins alike")
+            lost_units = {record.unit for record in lost_records}
+            remaining = [
+                record for name, record in records.items() if record.unit not in lost_units and name not in shared_names
+            ]
+            added = _count_added(remaining) if remaining else None
+            raise ConcurrentUpdateError("another has put a text that begins alike", added)
         for name, data in data_by_name.items():
             self._memory_cache.put(int(name.rpartition("/")[2], 16), data)
         if superseded_tail is not None:
             self.delete_records([superseded_tail])
-        stored_bytes = sum(record.nbytes for record in records.values())
+        own_records = [
+            record for name, record in records.items() if name not in shared_names or record.unit in repaired_units
+        ]
         removed_bytes = 0 if superseded_tail is None else superseded_tail.nbytes
         self._restore_pins(sequence)
         self.touch([record.unit for record in records.values()], num_uses=0)
         lost_bytes, other_bytes, lost_limit = self._enforce_limit_after_put(
-            {record.unit: record.nbytes for record in records.values()}
+            {record.unit: record.nbytes for record in own_records}
         )
-        exceeded_limit = lost_limit or exceeded_limit
-        return AddResult(stored_bytes - lost_bytes, removed_bytes + other_bytes, exceeded_limit=exceeded_limit)
+        added, known_tokens = _count_added(own_records), None
+        if len(own_records) < len(records):
+            known_tokens = new[-1].start + new[-1].ids.size if added.stored_from is None else added.stored_from
+        return added._replace(
+            stored_bytes=added.stored_bytes - lost_bytes,
+            removed_bytes=removed_bytes + other_bytes,
+            exceeded_limit=lost_limit or exceeded_limit,
+            known_tokens=known_tokens,
+        )
 
     def _count_fitting(self, prefix: TokenSequence, sizes: Sequence[int]) -> tuple[int, ExceededLimit | None]:
         """Return how many units after a stored prefix have room once all others went, and the limit to name.
@@ -483,19 +498,23 @@ class RemoteBackendBase:
                 return record
         return None
 
-    def _resolve_conflicts(self, records: Mapping[str, UnitRecord]) -> list[UnitRecord]:
-        """Return the records whose names belong to other units now; unusable records under their names are replaced."""
-        lost_records, own_records = [], {}
+    def _resolve_conflicts(self, records: Mapping[str, UnitRecord]) -> tuple[list[UnitRecord], set[str]]:
+        """Return the records whose names belong to other units now, and the names of those that others have written.
+
+        Unusable records under their names are replaced.
+        """
+        lost_records, shared_names, own_records = [], set(), {}
         for (name, record), data in zip(records.items(), self.key_values.get_many(list(records)), strict=True):
             stored_record = parse_record_at(data, name, self.block_tokens, self.cipher.secret)
             if stored_record is not None and stored_record.unit == record.unit:
+                shared_names.add(name)
                 continue
             if stored_record is not None and self._has_unit(stored_record.unit):
                 lost_records.append(record)
             else:
                 own_records[name] = record.to_bytes()
         self.key_values.put_many(own_records)
-        return lost_records
+        return lost_records, shared_names
 
     def _has_unit(self, unit: int) -> bool:
         return self.key_values.get_many([make_unit_name(unit)])[0] is not None
@@ -791,3 +810,13 @@ class RemoteBackendBase:
             if len(self._record_names) > 1 << 16:
                 self._record_names.clear()
             self._record_names[record.unit] = record.make_name(block_tokens)
+
+
+def _count_added(records: Sequence[UnitRecord]) -> AddResult:
+    """Return bytes, first token and tokens of the units of records, which are in order."""
+    return AddResult(
+        sum(record.nbytes for record in records),
+        0,
+        stored_from=records[0].start if records else None,
+        stored_tokens=sum(int(record.ids.size) for record in records),
+    )

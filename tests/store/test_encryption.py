@@ -326,6 +326,24 @@ def test_gc_without_any_readable_unit_removes_nothing(tmp_path: Path) -> None:
         assert before == read_all(folder / "units") != []
 
 
+@pytest.mark.parametrize("kind", ["redis", "file"])
+def test_remote_gc_with_settings_of_another_store_removes_nothing(kind: str, new_url: Callable[[str], str]) -> None:
+    url = new_url(kind)
+    fill(url)
+    with PrefixStore(url, key=KEY) as store:
+        key_values = store._backend.key_values
+        (own_settings,) = key_values.get_many(["store/about"])
+        key_values.put_many({"store/about": PLAIN_SETTINGS.encode()})
+        with (
+            PrefixStore(url) as plain,
+            pytest.raises(SourceError, match=r"can be read as one of this store, .*: nothing"),
+        ):
+            plain.gc()
+        key_values.put_many({"store/about": own_settings})
+    with PrefixStore(url, key=KEY, namespace="tenant-x") as store:
+        assert (store.match(IDS, model=MODEL), store.stats().pinned, store.gc().units) == (150, 1, 0)
+
+
 def test_open_unknown_cipher_is_refused(tmp_path: Path) -> None:
     fill(tmp_path)
     settings = (tmp_path / "store.json").read_text()

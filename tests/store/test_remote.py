@@ -131,7 +131,9 @@ def test_remote_full_server_reads_and_frees_space(server: Server, new_url: Calla
         try:
             refused = put(store, more)
             assert refused.outage
-            assert "refuses: " in refused.notes[0]
+            (note,) = refused.notes
+            assert note.endswith(": the server refuses the write: " + note.rpartition("write: ")[2][:100])
+            assert "maxmemory" in note and note.isprintable() and "SET" not in note
             assert same(store.get(ids, model=MODEL).layers, ids, 200), "and is not left alone for a second"
             assert store.gc(0).units == 1
             assert store.match(ids, model=MODEL) == 0

@@ -176,7 +176,9 @@ class CircuitBreaker:
             except KvmnnError:
                 raise
             except self._key_values.refusals as error:  # a full server still reads: no outage
-                raise BackendUnavailableError(f"{self.label}: refuses: {_format_error(error)}") from None
+                is_full = "maxmemory" in str(error)
+                refusal_text = "the server refuses the write" if is_full else "refuses"
+                raise BackendUnavailableError(f"{self.label}: {refusal_text}: {_format_error(error)}") from None
             except Exception as error:  # clients have no common base class for the errors of an outage
                 if isinstance(error, OSError) and error.errno in _DISK_FULL_CODES:  # reads still work
                     raise BackendUnavailableError(f"{self.label}: cannot be written: {error.strerror}") from None
@@ -196,8 +198,18 @@ class CircuitBreaker:
         raise BackendUnavailableError(f"{self.label}: {last_problem}")
 
 
+_PIPELINE_ERROR_REGEX = re.compile(r"Command # \d+ \((\S+ [\w:./-]*).*\) of pipeline caused error: (.*)", re.DOTALL)
+"""The error of one command among several, in which redis-py shows the value to be written: bytes of K and V."""
+_MAX_ERROR_CHARACTERS = 100
+
+
 def _format_error(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
+    """Return the first words of an error, without what is not printable, and without the values of a command."""
+    text = str(error)
+    if (match := _PIPELINE_ERROR_REGEX.fullmatch(text)) is not None:
+        text = match[2] if "maxmemory" in match[2] else f"{match[1]}: {match[2]}"
+    words = "".join(character if character.isprintable() else " " for character in text).split()
+    return " ".join(words)[:_MAX_ERROR_CHARACTERS] or type(error).__name__
 
 
 _OPEN_FOLDERS = ("store", "uses")

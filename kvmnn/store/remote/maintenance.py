@@ -13,6 +13,7 @@ from contextlib import suppress
 
 import numpy as np
 
+from ..._util.text import pluralize
 from ..._util.validation import repr_short
 from ...dtypes import Bytes
 from ...errors import KvmnnError, ManifestError, SourceError
@@ -103,6 +104,11 @@ class RemoteBackend(RemoteBackendBase):
         self.touch((), immediately=True)
         uses, tables = self.key_values.list_names("uses"), self.key_values.list_names(TABLES_FOLDER)
         named_records = list(self.iter_records())
+        if named_records and not any(record is not None for _, record in named_records):
+            raise SourceError(
+                f"{self.label}: none of its {pluralize(len(named_records), 'record')} can be read as one of this "
+                "store, which another key or another store's settings explain: nothing is removed"
+            )
         stored_names = set(self.key_values.list_names("units"))
         lost_names = [
             name for name, record in named_records if record is None or f"{record.unit:032x}" not in stored_names

@@ -43,6 +43,11 @@ _CHECKSUM_OFFSETS = {b"KVML": 26, b"KVMX": 72}
 _CHECKSUM_STRUCT = struct.Struct("<Q")
 _OPTION_NAMES = {"profile": ("below",), "transform": ("kl", "ratio", "bits", "below", "first")}
 
+_OPTION_HINTS = {
+    "recent": " (what comes next in a text follows its last tokens)",
+    "attention": " (store put --attention: it is of a text, not of the store)",
+}
+
 
 def check_options(codec: str, options: Mapping[str, float], profile: Profile) -> dict[str, float]:
     """Return the options of a codec of a store; `OptionError` for others, and for a profile without its tables."""
@@ -51,7 +56,7 @@ def check_options(codec: str, options: Mapping[str, float], profile: Profile) ->
         if name not in names:
             raise OptionError(
                 f"{name}: no option of a store of {codec} streams: expected {', '.join(names)}"
-                + (" (what comes next in a text follows its last tokens)" if name == "recent" else "")
+                + _OPTION_HINTS.get(name, "")
             )
     if codec == "transform":
         options_of_streams = TransformOptions(**options)  # type: ignore[arg-type]

@@ -536,6 +536,7 @@ def test_transform_that_keeps_all_tokens_says_that_nothing_is_rounded(run, work,
     out = run("encode", work / "kv", "-o", tmp_path / "s/", "--codec", codec).out
     assert "but here every error is 0" in out and "are rounded" not in out
     assert json.loads((tmp_path / "s" / "layers.json").read_text())["predicted_kl"] == 0
+    assert "more bytes than K and V" in out
 
 
 def test_truncated_profile_is_reported_as_unreadable(run, work, tmp_path) -> None:

@@ -346,6 +346,8 @@ def _record_int8(source: Source) -> dict[str, str]:
 def _list_notes(profile: Profile, reader: LayerReader, document: LayerStreamsDocument) -> tuple[str, ...]:
     """Return what a reader should know of the profile, and a ratio that was missed."""
     notes = _compare_dtypes(profile, reader)
+    if document.stored_bytes > document.raw_bytes:
+        notes += (f"the streams take more bytes than K and V, {document.stored_bytes:,} of {document.raw_bytes:,}",)
     if not document.is_lossy:
         return notes
     notes += describe_few_tokens(profile.info)

@@ -66,6 +66,16 @@ def test_store_put_match_get(here: Path, run) -> None:
     assert not Path("none.npz").exists()
 
 
+@pytest.mark.parametrize("action", ["match", "get"])
+def test_store_json_of_an_outage_says_so(here: Path, run, action: str) -> None:
+    pytest.importorskip("redis")
+    output = ("-o", "back.npz") if action == "get" else ()
+    options = ("--token-ids", "short.json", "--fingerprint", "m", "--json")
+    document = json.loads(run("store", action, "redis://127.0.0.1:1/0", *options, *output, code=1).out)
+    assert (document["verb"], document["outage"]) == (f"store {action}", True)
+    assert "does not answer" in document["error"] and not Path("back.npz").exists()
+
+
 def test_store_put_beyond_size_limit_is_noted(here: Path, run) -> None:
     put = ("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m")
     refused = run(*put, "--size-limit", "100", code=1)

@@ -810,7 +810,11 @@ def run(arguments: argparse.Namespace) -> int:
         result, code = _run_action(arguments)
     except KvmnnError as error:
         if arguments.json:
+            from ...store import BackendUnavailableError
+
             partial_document = _add_notes(getattr(arguments, "found", {}), arguments.noted)
+            if isinstance(error, BackendUnavailableError):
+                partial_document = {**partial_document, "outage": True}
             message = packed_options.add_unpack_hint(arguments, str(error))
             console.print_json({"verb": f"store {arguments.action}", **partial_document, "error": message})
         raise

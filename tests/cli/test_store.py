@@ -95,6 +95,21 @@ def test_store_put_beyond_size_limit_is_noted(here: Path, run) -> None:
     assert run("store", "match", "S", "--token-ids", "long.json", code=1).out == "0\n"
 
 
+def test_store_put_partial_text_fails_again(here: Path, run) -> None:
+    ids = list(range(600))
+    np.savez("big.npz", **arrays(ids))
+    Path("big.json").write_text(json.dumps(ids))
+    options = ("big.npz", "--token-ids", "big.json", "--fingerprint", "m", "--json")
+    run("store", "put", "whole", *options)
+    first_unit, _ = sorted(Path("whole").glob("units/*/*"))
+    limit = ("--size-limit", str(first_unit.stat().st_size))
+    for known_tokens in (0, 512):
+        document = json.loads(run("store", "put", "S", *options, *limit, code=1).out)
+        assert (document["known_tokens"], document["stored_tokens"]) == (known_tokens, 512)
+        assert document["error"] == document["notes"][0]
+    assert run("store", "match", "S", "--token-ids", "big.json").out == "512\n"
+
+
 def test_store_get_notes_the_dtype_it_used(here: Path, run) -> None:
     """50 tokens are stored in fp16, 30 of them in fp32 as well."""
     wide = {name: words.astype(np.float32) for name, words in arrays(IDS[:30]).items()}

@@ -518,9 +518,8 @@ def _read_stats(store: PrefixStore, arguments: argparse.Namespace) -> StoreStats
 
 
 def _get_put_code(put_result: PutResult) -> int:
-    """Return 1 if a text, or what is new of it, has no place in the store."""
-    is_cut = put_result.stored_tokens < put_result.tokens
-    return 1 if is_cut and not (put_result.stored_tokens and put_result.stored_bytes) else 0
+    """Return 1 if not all of a text is stored, by this put or by an earlier one."""
+    return 1 if put_result.stored_tokens < put_result.tokens else 0
 
 
 def _names_text(arguments: argparse.Namespace) -> bool:

@@ -358,6 +358,9 @@ class CellMeasurer:
         runtime_config = self.settings.runtime_config
         if runtime_config is not None and runtime_config.is_lossy and configuration.is_baseline:
             runtime_config = None  # others are compared with the full cache as the model computes it
+        elif runtime_config is not None and runtime_config.is_lossy:
+            # Encodings that are not done when a step begins would leave it the exact rows, and the loss would be less.
+            runtime_config = replace(runtime_config, async_threads=0)
         try:
             return Runner(
                 self._get_session(*self._get_session_key(policy)),

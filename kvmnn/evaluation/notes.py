@@ -13,7 +13,7 @@ from ..policies.specs import build_policy
 from ..profiles import Profile, describe_few_tokens
 from ..quantization import create_codec
 from ..quantization.transform_codec import TransformCodec
-from ..reports.records import ResultRow
+from ..reports.records import UNCUT_LABEL, ResultRow
 from ..reports.table import NO_EVICTION_MARK, PARTLY_EVICTED_MARK
 from ..reports.tables import format_min_max
 from .oracle import describe_headroom
@@ -292,7 +292,7 @@ def _count_longest(documents: Sequence[Document], settings: EvaluationSettings) 
 
 def _keeps_everything(row: ResultRow, rows: Sequence[ResultRow], first_step_tokens: int, max_tokens: int) -> bool:
     """Return whether the policy of a row evicted nothing, not even after the last token was scored."""
-    if row.policy == FULL_POLICY or row.evicted:
+    if row.policy == FULL_POLICY or row.label == UNCUT_LABEL or row.evicted:
         return False
     if row.initial_cache is not None:  # whose rows are LOSSY because of the cache alone
         start_row = next((entry for entry in rows if entry.initial_cache and entry.policy == FULL_POLICY), None)

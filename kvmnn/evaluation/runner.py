@@ -29,7 +29,7 @@ from ..lm.onnx.model_files import CACHED_GRAPH_MARK, find_model
 from ..lm.tokenizer import Tokenizer
 from ..lm.warm_start import InitialCache, read_initial_cache, read_model_interface
 from ..quantization import CacheShape, create_codec
-from ..reports.records import DocumentInfo, DocumentTrace, EvaluatedModelInfo, ModelInfo, Refusal
+from ..reports.records import UNCUT_LABEL, DocumentInfo, DocumentTrace, EvaluatedModelInfo, ModelInfo, Refusal
 from ..store import PrefixStore, load_key
 from .initial_cache import (
     build_start_configurations,
@@ -57,7 +57,7 @@ from .settings import (
 from .timing import MAX_DECODED_TOKENS, PROMPT_CHUNK_TOKENS
 from .workers import EvaluationTask, MissingCell, run_tasks
 
-NUMBERS_VERSION = 7
+NUMBERS_VERSION = 8
 """Raised whenever kvmnn computes any number of a cell differently, so that cells of before are not reused."""
 
 _JOURNAL_FORMAT = JournalFormat(
@@ -544,7 +544,7 @@ def evaluate(
     if not policy_configurations and settings.runtime_config is not None and settings.runtime_config.is_lossy:
         # The full cache stays as the model computes it, for comparison: this one evicts nothing either.
         uncut = build_configuration("recent_only", {"budget": settings.tokens})
-        policy_configurations = [replace(uncut, label="full, in the runtime")]
+        policy_configurations = [replace(uncut, label=UNCUT_LABEL)]
     configurations = [
         Configuration(FULL_POLICY),
         *(entry for entry in policy_configurations if (entry.label, entry.policy) != (FULL_POLICY, FULL_POLICY)),

@@ -13,6 +13,9 @@ from ..files.schema import Record, json_key
 from ..policies.h2o.planner import H2OStats
 from ..policies.policy import FullCache
 
+UNCUT_LABEL = "full, in the runtime"
+"""Label of the row of a lossy runtime around a cache that nothing cuts."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeLayerStats(Record):
@@ -375,14 +378,16 @@ class ResultRow(Record):
 
         Such a row is not comparable with rows of policies that did evict.
         """
-        if self.policy == FullCache.name:
+        if self.policy == FullCache.name or self.label == UNCUT_LABEL:
             return False
         return self.kind == LOSSLESS if self.evicted is None else not self.evicted
 
     @property
     def num_uncut_documents(self) -> int:
         """Number of texts of which the policy evicted nothing before the last token was scored, all included."""
-        return 0 if self.policy == FullCache.name else sum(text.evicted is False for text in self.documents)
+        if self.policy == FullCache.name or self.label == UNCUT_LABEL:
+            return 0
+        return sum(text.evicted is False for text in self.documents)
 
 
 def find_full_row(rows: Sequence[ResultRow]) -> ResultRow | None:

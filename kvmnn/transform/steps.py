@@ -32,8 +32,8 @@ ATTENTION_LOSS_FACTOR = 0.6
 _BITS_FACTORS = (1.03, 1.05, 1.08)
 """Measured bits over those that the profile predicts, by layers below: texts differ from those it was made of."""
 _MIN_SHARE_OF_BITS = 0.9
-"""Of the bits that are asked for: coded tokens pay for exact ones down to that, as those of a short cache with a long
-exact end would lose all they have."""
+"""Of the bits that are asked for: coded tokens pay for exact ones down to that. Otherwise exact ones come on top, as
+the others of a short cache with a long exact end would lose all they have."""
 _MAX_SHIFT = 10
 _SEARCH_STEPS = 40
 _BITS_OF_WORD = 16
@@ -51,8 +51,8 @@ class TransformOptions:
         Loss of the whole cache in nats: mean Kullback-Leibler divergence of the next token's distribution. At most one
         of `kl`, `ratio` and `bits` is given; 0.002 nats by default.
     ratio
-        Bytes of fp16 for each byte, about. Many exact tokens come on top: the others never have less than 0.9 of the
-        bits that this gives them.
+        Bytes of fp16 for each byte, about; of the tokens that are not exact where the exact ones take more than a tenth
+        of that.
     bits
         Bits an element, likewise.
     below
@@ -147,7 +147,7 @@ def plan_steps(
     bits = _BITS_OF_WORD / options.ratio if options.ratio is not None else options.bits or 0.0
     num_exact = min(options.first + options.recent, tokens)
     coded_bits = (bits * tokens - _BITS_OF_WORD * num_exact) / max(tokens - num_exact, 1)
-    budget = max(coded_bits, _MIN_SHARE_OF_BITS * bits) * planner.num_elements
+    budget = (coded_bits if coded_bits >= _MIN_SHARE_OF_BITS * bits else bits) * planner.num_elements
     low, high = math.log(1e-9), math.log(MAX_KL)
     for _ in range(_SEARCH_STEPS):
         middle = (low + high) / 2

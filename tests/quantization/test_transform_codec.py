@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -137,7 +138,11 @@ def test_evaluation_lossy_runtime_is_compared_with_the_full_cache_as_computed(pr
     assert losses[0] > 0 and losses[1] != losses[0]
     assert whole.divergence is not None and whole.divergence.kl > 0  # it evicts nothing: this is what rounding costs
     settings = EvaluationSettings(tokens=130, prompt=100, timing=False, lossless=runtime)
-    full, alone = evaluate(FIXTURES / "lm", TEXTS[2:3], settings=settings, jobs=0).rows
+    result = evaluate(FIXTURES / "lm", TEXTS[2:3], settings=settings, jobs=0)
+    full, alone = result.rows
+    assert not [note for note in result.notes if "evicted nothing" in note or "nothing was evicted" in note]
+    threads = replace(settings, lossless=runtime | {"kv_lossless_async_threads": 1})
+    assert evaluate(FIXTURES / "lm", TEXTS[2:3], settings=threads, jobs=0).rows[1].divergence == alone.divergence
     assert (full.runtime, full.kind, alone.label, alone.kind) == (None, "LOSSLESS", "full, in the runtime", "LOSSY")
     assert alone.divergence is not None and alone.divergence.kl == whole.divergence.kl
 

@@ -242,9 +242,23 @@ ROUNDED_TEXT: Final = "K and V are rounded"
 """The beginning of what sources record that transform streams rounded."""
 
 
-def is_rounded_by_codec(source: Source) -> bool:
+def join_losses(*losses: str) -> str:
+    """Join sentences about what K and V have lost, the first loss first; empty and repeated ones are left out."""
+    joined = ""
+    for loss in losses:
+        if loss and loss not in joined:
+            joined = f"{joined}; {loss}" if joined else loss
+    return joined
+
+
+def is_rounded_by_codec(metadata: Mapping[str, str]) -> bool:
     """Return whether K and V come from transform streams: what a second rounding costs in all is then not known."""
-    return source.metadata.get(LOSSY_KEY, "").startswith(ROUNDED_TEXT)
+    return ROUNDED_TEXT in metadata.get(LOSSY_KEY, "")
+
+
+def is_only_cast(loss: str) -> bool:
+    """Return whether nothing was lost but by casts of the words that a model computed."""
+    return all(sentence.startswith(CAST_TEXT) for sentence in loss.split("; "))
 
 
 def qualify_label(label: str | None, losses: Sequence[str]) -> str | None:

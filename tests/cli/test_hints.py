@@ -120,6 +120,13 @@ def test_diff_of_two_sessions_needs_no_heads(run) -> None:
         assert "--kv-heads N" in run("diff", *argv, code=2).err
 
 
+def test_diff_of_other_types_names_the_option_that_compares_numbers(tmp_path, run) -> None:
+    words = np.arange(256, dtype=np.float32).reshape(2, 8, 16)
+    np.savez(tmp_path / "a.npz", k=words)
+    np.savez(tmp_path / "b.npz", k=words.astype(np.float16))
+    assert "words of fp32, not fp16: --atol X" in run("diff", tmp_path / "a.npz", tmp_path / "b.npz", code=1).err
+
+
 def test_diff_without_common_arrays_is_reported(run) -> None:
     np.savez("other.npz", **{f"layer_0.{part}": np.ones((3, 5, 8), np.float16) for part in ("key", "value")})
     said = run("diff", "--atol", 0.1, "kv.npz", "other.npz", code=1).out

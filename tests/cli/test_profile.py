@@ -572,6 +572,21 @@ def test_transform_of_rounded_words_expects_no_loss_in_numbers(run, work, tmp_pa
     assert "expected once" in run("measure", work / "kv", "--codec", first, "--codec", second, code=2).err
 
 
+def test_losses_before_a_codec_stay_in_records_of_copies(run, work, tmp_path) -> None:
+    """Of a cast and two roundings each copy records all three, the first first."""
+    codec = f"transform:{work / 'p.kvmp'},bits=3"
+    shutil.copytree(work / "kv", tmp_path / "kv")
+    cast = {"schema": "kvmnn-loss", "schema_version": 1, "loss": "rounded by a cast: fp32 to fp16, 7 words changed"}
+    (tmp_path / "kv" / "loss.json").write_text(json.dumps(cast))
+    for name, output in (("kv", "t1"), ("t1", "t2"), ("t2", "frames")):
+        options = ("--codec", codec) if output != "frames" else ()
+        run("encode", tmp_path / name, "-o", tmp_path / f"{output}/", *options)
+    loss = kvmnn.open(tmp_path / "frames").metadata["kvmnn.lossy"]
+    first, second = "nats a token expected", "not known: they were rounded before"
+    assert loss.startswith(cast["loss"] + "; K and V are rounded") and loss.index(first) < loss.index(second)
+    assert loss.count("rounded by a cast") == 1 and loss.count("K and V are rounded") == 2
+
+
 @pytest.mark.parametrize(
     ("codec", "settings", "message"),
     [("x", {}, "expected 'profile' or 'transform'"), ("transform", {"kl": 1.0, "ratio": 3.0}, "expected one of them")],

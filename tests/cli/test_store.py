@@ -670,7 +670,7 @@ def test_store_by_a_profile_says_lossy_in_every_action(here: Path, run) -> None:
         assert mark in " ".join(kvmnn.open(f"{name.strip('/')}.again.npz").notes), name
     again = ("store", "put", "R", "a.npz", "--token-ids", "long.json", "--fingerprint", "m")
     assert "is LOSSY, as it records" in run(*again, code=2).err and not Path("R").exists()
-    run(*again, "--force")
+    assert "is LOSSY, as it records" in run(*again, "--force", code=2).err and not Path("R").exists()
     run(*get, "folder/")
     refused = run("store", "put", "F", "folder", "--token-ids", "long.json", "--fingerprint", "m", code=2).err
     assert "is LOSSY, as it records" in refused and not Path("F").exists()

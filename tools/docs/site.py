@@ -12,6 +12,7 @@ import functools
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -153,11 +154,12 @@ def main() -> int:
     configuration.write_text(CONFIGURATION % {"root": ROOT, "nav": nav}, encoding="utf-8")
     # the builder wants its configuration at the root of the project
     link = ROOT / "mkdocs.yml"
-    link.write_text(configuration.read_text(encoding="utf-8"), encoding="utf-8")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # or it would stay
     try:
+        link.write_text(configuration.read_text(encoding="utf-8"), encoding="utf-8")
         return 0 if arguments.stage_only else subprocess.call(["zensical", "build", "--strict"], cwd=ROOT)
     finally:
-        link.unlink()
+        link.unlink(missing_ok=True)
 
 
 def list_pages() -> list[Path]:

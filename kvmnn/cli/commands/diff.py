@@ -203,4 +203,8 @@ def run(arguments: argparse.Namespace) -> int:
     header_mismatches = describe_header_differences(first.metadata, second.metadata)
     diff_report = replace(diff_report, unlike=(*header_mismatches, *diff_report.unlike))
     console.show_result(arguments, "diff", diff_report)
+    types = [sorted({array.dtype for array in source.arrays}) for source in (first, second)]
+    if types[0] != types[1]:
+        types_text = ", not ".join(" and ".join(names) for names in types)
+        console.print_note(arguments, f"words of {types_text}: --atol X compares them in numbers")
     return 0 if diff_report.equal else 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
 
 from .. import console, model_options, shared_options
@@ -65,6 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.output is None or arguments.output == console.STDIO:
         raise UsageError("no output given: use -o DIR")
+    if arguments.output.endswith((".npz", ".npy", ".safetensors")) and not os.path.isdir(arguments.output):
+        raise UsageError(f"-o {arguments.output}: expected the name of a folder: dump-kv writes a file for each array")
     if arguments.lossless is not None and (arguments.chunk or arguments.max_tokens) >= arguments.max_tokens:
         raise UsageError(
             "--lossless: blocks are encoded from the second step on, and this text is read in one: expected --chunk N, "

@@ -145,7 +145,7 @@ def _run_put(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Command
         attention=attention,
     )
     _raise_if_unavailable(put_result)
-    if put_result.stored_bytes and put_result.is_lossy and is_rounded_by_codec(source):
+    if put_result.stored_bytes and put_result.is_lossy and is_rounded_by_codec(source.metadata):
         note_text = "K and V were rounded before: what was lost in all is not known"
         put_result = replace(put_result, predicted_kl=None, notes=(*put_result.notes, note_text))
     if arguments.label is not None and put_result.stored_tokens < put_result.tokens:
@@ -162,13 +162,13 @@ def _refuse_loss(arguments: argparse.Namespace, *, is_lossy_store: bool) -> None
 
     K and V of a model that were cast are taken: they are what an engine of that type computes with.
     """
-    from ...arrays.source import CAST_TEXT, LOSSY_KEY
+    from ...arrays.source import LOSSY_KEY, is_only_cast
 
     loss = arguments.read.metadata.get(LOSSY_KEY, "")
-    if loss and not loss.startswith(CAST_TEXT) and not is_lossy_store and not arguments.force:
+    if loss and not is_only_cast(loss) and not is_lossy_store:
         raise UsageError(
-            f"{' '.join(arguments.inputs)}: is LOSSY, as it records: a store of lossless units would not say so "
-            "(--force puts it all the same)"
+            f"{' '.join(arguments.inputs)}: is LOSSY, as it records: a store of lossless units would not say so: "
+            "expected a store of transform streams (--codec transform:PROFILE)"
         )
 
 

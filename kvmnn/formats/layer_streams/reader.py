@@ -19,7 +19,7 @@ from ..._util.parallel import Progress
 from ..._util.text import LOSSY, escape_control, format_rate, pluralize
 from ...arrays.array import Chunk, LazyArray, rechunk
 from ...arrays.layer_cache import LayerCache
-from ...arrays.source import LOSSY_KEY, ROUNDED_TEXT, Source, list_losses
+from ...arrays.source import LOSSY_KEY, Source, is_rounded_by_codec, join_losses, list_losses
 from ...errors import FrameError, KvmnnError, LimitError, ManifestError, MissingFileError, SourceError
 from ...files.atomic import is_device
 from ...files.mapped_file import FileHead, MappedFile
@@ -117,7 +117,7 @@ def _check_predicted_kl(folder: str, document: LayerStreamsDocument) -> None:
 
     Streams that are missing or damaged are left to what decodes them.
     """
-    was_rounded = document.metadata.get(LOSSY_KEY, "").startswith(ROUNDED_TEXT)  # no loss in all is known then
+    was_rounded = is_rounded_by_codec(document.metadata)  # no loss in all is known then
     if not document.is_lossy or (document.predicted_kl is None and was_rounded):
         return
     if document.is_exact and document.predicted_kl == 0:
@@ -204,7 +204,8 @@ def make_source(streams: LayerStreams, options: ReadOptions) -> Source:
     source.lossy = document.is_dequantized
     source.token_major = any(array.token_major for entry in document.layers for array in entry.arrays)
     if document.is_lossy and not (document.is_exact and LOSSY_KEY in source.metadata):  # or what was lost before
-        source.metadata[LOSSY_KEY] = describe_document(document)[-1].removeprefix(f"{LOSSY}: ")
+        loss = describe_document(document)[-1].removeprefix(f"{LOSSY}: ")
+        source.metadata[LOSSY_KEY] = join_losses(document.metadata.get(LOSSY_KEY, ""), loss)
     return source
 
 

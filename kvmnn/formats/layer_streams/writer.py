@@ -197,7 +197,7 @@ def describe_document(document: LayerStreamsDocument) -> list[str]:
         lines.append(f"{LOSSY}: words dequantised from int8")
     if document.is_lossy:
         cost = "not known: the profile has no sensitivities"
-        if document.metadata.get(LOSSY_KEY, "").startswith(ROUNDED_TEXT):
+        if is_rounded_by_codec(document.metadata):
             cost = "not known: they were rounded before"
         if document.predicted_kl is not None:
             cost = f"{_format_kl(document.predicted_kl)} nats a token expected of texts like the profile's"
@@ -280,7 +280,7 @@ def encode_layers(
             profile_key=profile.key.hex(),
             profile_file=os.path.relpath(options.profile, output) if adapted is None else ADAPTED_NAME,
             options=options.document,
-            predicted_kl=None if is_rounded_by_codec(source) else encoder.predicted_kl,
+            predicted_kl=None if is_rounded_by_codec(source.metadata) else encoder.predicted_kl,
             metadata={key: text for key, text in dump_metadata(source).items() if key not in _DROPPED_KEYS}
             | _record_int8(source),
             layers=tuple(entries),
@@ -322,7 +322,7 @@ def measure_layers(
         profile_key=profile.key.hex(),
         profile_file=os.path.basename(options.profile),
         options=options.document,
-        predicted_kl=None if is_rounded_by_codec(source) else encoder.predicted_kl,
+        predicted_kl=None if is_rounded_by_codec(source.metadata) else encoder.predicted_kl,
         metadata=_record_int8(source) | {key: text for key, text in source.metadata.items() if key == LOSSY_KEY},
         layers=tuple(entries),
     )

@@ -15,7 +15,7 @@ from ...arrays.array import LazyArray
 from ...arrays.cast import CastStats, merge_cast_stats
 from ...arrays.layers import LayerArray, require_common_geometry
 from ...arrays.llama_transforms import Transform, has_lossy_inverse
-from ...arrays.source import CAST_TEXT, list_losses, qualify_label
+from ...arrays.source import CAST_TEXT, join_losses, list_losses, qualify_label
 from ...dtypes import PART_LETTERS, PARTS, Part
 from ...errors import KvmnnError, OptionError
 from ...files.atomic import DirectoryOutput, StagedFile, wrap_os_errors
@@ -229,6 +229,8 @@ def write_prefix(
         When a file does not read back as it was written.
     OutputError
         When files exist, or files of more layers of the same name would stay next to the new ones.
+    KvmnnError
+        When a cast makes finite numbers infinite.
     """
     start_time = time.perf_counter()
     write_options = write_options or PrefixWriteOptions()
@@ -267,6 +269,11 @@ def _write_prefix_files(
         cast_stats = CastStats(dtype, info.layout.dtype)
         if not _write_part(entry, info, file, cast_stats, write_options, partial(_report_progress, progress, lock)):
             raise ReadBackError(f"{file.target}: does not give back what was packed into it", array_index)
+        if cast_stats.overflowed:  # an engine would compute with infinities, and no number
+            raise KvmnnError(
+                f"layer {entry.layer}: {cast_stats.overflowed:,} numbers of its {entry.part}s are beyond "
+                f"{cast_stats.target}: expected a layout of {cast_stats.source}"
+            )
         return cast_stats
 
     num_threads = 1 if write_options.is_durable else resolve_threads(write_options.threads)
@@ -288,7 +295,7 @@ def _write_prefix_files(
 
 def add_losses(info: CacheInfo, *losses: str) -> CacheInfo:
     """Return the description of a cache with further sentences about what K and V have lost; empty ones are none."""
-    return replace(info, loss="; ".join(filter(None, [info.loss, *losses])))
+    return replace(info, loss=join_losses(info.loss, *losses))
 
 
 def _report_progress(progress: Progress | None, lock: threading.Lock, nbytes: int) -> None:

@@ -6,6 +6,7 @@ SQLite index, `remote.maintenance.RemoteBackend` as values of Redis, Valkey or a
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from .._util.dataclass import dataclass
 from ..dtypes import Bytes
-from ..errors import KvmnnError, OptionError, SourceError
+from ..errors import KvmnnError, ManifestError, OptionError, SourceError
 from ..files.schema import JsonReader, parse_document
 from .encryption import CIPHER_NAME, StoreCipher
 from .namespace import Ids, Namespace, TokenSequence, compute_sequence_key
@@ -45,6 +46,7 @@ CODEC_DESCRIPTIONS = {
 _SETTINGS_SCHEMA, _SETTINGS_VERSION, _ENCRYPTED_SETTINGS_VERSION = "kvmnn-store", 1, 2
 """A version that knows nothing of encryption would take sealed units for damaged ones, and remove them."""
 _MAX_SETTINGS_BYTES = 1 << 20
+_CHECKSUM_KEY = "checksum"
 
 
 class CodecProfile(NamedTuple):
@@ -93,8 +95,8 @@ def compute_benefit(tokens: int, nbytes: int) -> int:
     return tokens * BENEFIT_SCALE // max(nbytes, 1)
 
 
-def encode_settings(settings: StoreSettings) -> bytes:
-    """Return the JSON document of the settings."""
+def encode_settings(settings: StoreSettings, *, with_checksum: bool = True) -> bytes:
+    """Return the JSON document of the settings, which shows by its checksum that nobody has changed it."""
     document: dict[str, object] = {
         "schema": _SETTINGS_SCHEMA,
         "schema_version": _ENCRYPTED_SETTINGS_VERSION if settings.key_check else _SETTINGS_VERSION,
@@ -104,7 +106,15 @@ def encode_settings(settings: StoreSettings) -> bytes:
         document["encryption"] = {"cipher": CIPHER_NAME, "key_check": settings.key_check}
     if settings.profile is not None:
         document["profile"] = settings.profile._asdict()
+    if with_checksum:
+        document[_CHECKSUM_KEY] = _compute_checksum(document)
     return json.dumps(document).encode() + b"\n"
+
+
+def _compute_checksum(document: Mapping[str, object]) -> str:
+    values = {name: value for name, value in document.items() if name != _CHECKSUM_KEY}
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def infer_settings(block_tokens: int, headers: Sequence[UnitHeader]) -> StoreSettings:
@@ -130,7 +140,7 @@ def describe_lost_options(settings: StoreSettings, sources: Sequence[CodecProfil
 def explain_settings(path: str | Path, cipher: StoreCipher, headers: Sequence[UnitHeader] = ()) -> str:
     """Return the advice for a store that has lost both its settings and its index, with what units say."""
     settings = infer_settings(64, headers)._replace(key_check=cipher.key_check)
-    example = encode_settings(settings).decode().strip()
+    example = encode_settings(settings, with_checksum=False).decode().strip()
     guess = "all values are guesses"
     if headers:
         known_names = "codec" if settings.profile is None else "codec and key of the profile"
@@ -178,6 +188,9 @@ def parse_settings(data: bytes, label: str, codec: str | None = None) -> StoreSe
     if policy not in STORE_POLICIES:
         raise SourceError(str(root.get("policy").error(f"one of {', '.join(STORE_POLICIES)}")))
     profile = _parse_profile(root.get("profile")) if codec in LAYER_CODECS else None
+    # documents of hand, and of the first versions, have none
+    if _CHECKSUM_KEY in root.value and root.get(_CHECKSUM_KEY).read_str() != _compute_checksum(root.value):
+        raise ManifestError(f"{label}: was changed by other means than kvmnn, as its checksum shows")
     return StoreSettings(block_tokens, codec, policy, key_check, profile)
 
 

@@ -387,7 +387,7 @@ def test_dense_store_keeps_its_codec(tmp_path: Path) -> None:
         store.put(ids[:200], layers_of(ids[:200]), model=MODEL)
     about = tmp_path / "s" / "store.json"
     settings = json.loads(about.read_text())
-    assert settings.pop("codec") == "frames"
+    assert settings.pop("codec") == "frames" and len(settings.pop("checksum")) == 16
     with pytest.raises(OptionError, match="is a store of frames, not of dense streams"):
         PrefixStore(tmp_path / "s", codec="dense")
     about.write_text(json.dumps(settings))
@@ -423,6 +423,29 @@ def test_dense_store_settings_are_rebuilt(tmp_path: Path, codec: str) -> None:
             assert store.codec == codec and same(store.get(ids, model=MODEL).layers, layers_of(ids), 400)
             assert "store.json: " in store.notes[0] and "is made again by what the index" in store.notes[0]
         assert path.read_bytes() == settings
+
+
+@pytest.mark.parametrize("url", ["directory", "file"])
+@pytest.mark.parametrize("change", [{"codec": "frames"}, {"policy": "benefit"}, {"checksum": "0" * 16}, {"new": 1}])
+def test_edited_settings_are_not_obeyed(tmp_path: Path, url: str, change: dict[str, object]) -> None:
+    """An edit that contradicts no unit: dense streams and frames may be in one store."""
+    ids = text(400)
+    name, path = tmp_path / "s", tmp_path / "s" / "store.json"
+    if url == "file":
+        pytest.importorskip("fsspec")
+        name, path = f"file://{tmp_path}/s", tmp_path / "s" / "store" / "about"
+    with PrefixStore(name, block_tokens=16, codec="dense") as store:
+        store.put(ids, layers_of(ids), model=MODEL)
+    settings = path.read_bytes()
+    path.write_text(json.dumps(json.loads(settings), indent=2))  # the same values
+    with PrefixStore(name) as store:
+        assert store.notes == ()
+    path.write_text(json.dumps(json.loads(settings) | change))
+    with PrefixStore(name) as store:
+        assert (store.codec, store.policy) == ("dense", "lru")
+        assert "was changed by other means than kvmnn, as its checksum shows" in store.notes[0]
+        assert same(store.get(ids, model=MODEL).layers, layers_of(ids), 400) and store.verify().anew
+    assert path.read_bytes() == settings
 
 
 @pytest.mark.parametrize("damaged", [None, b"{"])

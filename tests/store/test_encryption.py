@@ -25,7 +25,9 @@ from repository import DOCS
 from kvmnn import KvmnnError
 from kvmnn.errors import MissingDependencyError, MissingFileError, OptionError, SourceError
 from kvmnn.store import PrefixStore, StoreKey, load_key, read_exported
-from kvmnn.store.encryption import AeadCipher, UnsealError, Xaes256Gcm, read_key
+from kvmnn.store.backend import StoreSettings, encode_settings
+from kvmnn.store.directory.files import RecoveryFiles
+from kvmnn.store.encryption import AeadCipher, UnsealError, Xaes256Gcm, make_cipher, read_key
 from kvmnn.store.namespace import build_namespace, to_token_ids
 
 pytest.importorskip("cryptography")
@@ -327,21 +329,66 @@ def test_gc_without_any_readable_unit_removes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["redis", "file"])
-def test_remote_gc_with_settings_of_another_store_removes_nothing(kind: str, new_url: Callable[[str], str]) -> None:
+@pytest.mark.parametrize("others_key", [None, OTHER_KEY], ids=["plain", "other key"])
+def test_open_remote_settings_of_another_store_keeps_encrypted_store(
+    kind: str, others_key: bytes | None, new_url: Callable[[str], str]
+) -> None:
+    """No put without the key adds anything that can be read; with the key the document is made again."""
     url = new_url(kind)
     fill(url)
+    others = encode_settings(StoreSettings(64, "dense", key_check=make_cipher(others_key).key_check))
     with PrefixStore(url, key=KEY) as store:
         key_values = store._backend.key_values
         (own_settings,) = key_values.get_many(["store/about"])
-        key_values.put_many({"store/about": PLAIN_SETTINGS.encode()})
-        with (
-            PrefixStore(url) as plain,
-            pytest.raises(SourceError, match=r"can be read as one of this store, .*: nothing"),
-        ):
-            plain.gc()
-        key_values.put_many({"store/about": own_settings})
+        key_values.put_many({"store/about": others})
+    before = sorted(stored_bytes(url))
+    for key, message in ((None, "is encrypted: its key is needed"), (OTHER_KEY, "is encrypted with another key")):
+        for options in ({}, {"read_only": True}, {"create": False}):
+            with pytest.raises(OptionError, match=message):
+                PrefixStore(url, key=key, **options)
+    assert sorted(stored_bytes(url)) == before
     with PrefixStore(url, key=KEY, namespace="tenant-x") as store:
-        assert (store.match(IDS, model=MODEL), store.stats().pinned, store.gc().units) == (150, 1, 0)
+        assert "store/about: says that the store is " in store.notes[0]
+        assert same(store.get(IDS, model=MODEL).layers, IDS, 150)
+        assert (store.stats().pinned, store.sessions(), store.gc().units) == (1, ["a chat"], 0)
+        assert store._backend.key_values.get_many(["store/about"]) == [own_settings]
+
+
+def test_open_remote_store_without_settings_and_namespaces_needs_its_key(new_url: Callable[[str], str]) -> None:
+    """Redis may evict both: units say that the store is encrypted."""
+    url = new_url("redis")
+    fill(url)
+    with PrefixStore(url, key=KEY) as store:
+        key_values = store._backend.key_values
+        key_values.delete(["store/about", *(f"spaces/{name}" for name in key_values.list_names("spaces"))])
+    with pytest.raises(OptionError, match="is encrypted: its key is needed"):
+        PrefixStore(url)
+
+
+@pytest.mark.parametrize("kind", ["redis", "file"])
+def test_open_remote_settings_of_encrypted_store_keeps_plain_store(kind: str, new_url: Callable[[str], str]) -> None:
+    url = new_url(kind)
+    with PrefixStore(url) as store:
+        store.put(IDS, layers_of(IDS), model=MODEL)
+        key_values = store._backend.key_values
+        sealed = encode_settings(StoreSettings(64, "dense", key_check=make_cipher(KEY).key_check))
+        key_values.put_many({"store/about": sealed})
+        for key in (None, KEY):
+            with pytest.raises(
+                OptionError, match="store/about: says that the store is encrypted, and its values are not"
+            ):
+                PrefixStore(url, key=key)
+        key_values.delete(["store/about"])  # as the message advises
+    with PrefixStore(url) as store:
+        assert same(store.get(IDS, model=MODEL).layers, IDS, 150)
+
+
+def test_open_reads_each_namespace_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(tmp_path / "s")
+    calls, real = [], RecoveryFiles._iter_samples
+    monkeypatch.setattr(RecoveryFiles, "_iter_samples", lambda files: calls.append(files) or real(files))
+    PrefixStore(tmp_path / "s", key=KEY).close()
+    assert len(calls) == 1
 
 
 def test_open_unknown_cipher_is_refused(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from ..._util.text import pluralize
 from ..._util.validation import repr_short
 from ...dtypes import Bytes
-from ...errors import KvmnnError, ManifestError, OptionError, OutputError, SourceError
+from ...errors import KvmnnError, ManifestError, OutputError, SourceError
 from ...files.atomic import wrap_os_errors
 from ..backend import (
     CODEC_DESCRIPTIONS,
@@ -198,7 +198,7 @@ class DirectoryBackend:
             raise SourceError(f"{folder}: is not a prefix store, but a file: expected a directory")
         is_new = not folder.exists()
         self.recovery_files = RecoveryFiles(folder, cipher)
-        self._check_key()
+        is_key_checked = self._check_key()
         if settings is not None and not read_only:
             self._create_folder()
         self.notes: list[str] = []
@@ -237,11 +237,8 @@ class DirectoryBackend:
                 new_settings = settings._replace(block_tokens=self.block_tokens, policy=self._read_policy())
                 self.recovery_files.save_settings(new_settings._replace(key_check=cipher.key_check))
         try:
-            self._check_key()  # another process may have created the store meanwhile
-        except OptionError:
-            self.index.close()
-            raise
-        try:
+            if not is_key_checked:  # another process may have created the store meanwhile
+                self._check_key()
             self.settings = self._read_settings(settings)
         except KvmnnError:
             self.index.close()
@@ -560,11 +557,15 @@ class DirectoryBackend:
         """Parse the namespace document of a row; raise `InvalidRowError` if it is malformed."""
         return parse_space_document(document, self.label, self.cipher)
 
-    def _check_key(self) -> None:
-        """Raise `OptionError` if the store is encrypted with another key, or by another rule, than this object."""
+    def _check_key(self) -> bool:
+        """Raise `OptionError` if the store is encrypted with another key, or by another rule, than this object.
+
+        Returns False for a store of which nothing says that yet.
+        """
         key_check = self.recovery_files.read_key_check()
         if key_check is not None:
             check_key_matches(self.label, key_check, self.cipher)
+        return key_check is not None
 
     def check_open(self) -> None:
         self.index.check_open()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...dtypes import Bytes
-from ...errors import KvmnnError, ManifestError, OutputError, SourceError
+from ...errors import KvmnnError, ManifestError, OptionError, OutputError, SourceError
 from ..backend import (
     AddResult,
     BackendUnavailableError,
@@ -38,7 +38,7 @@ from ..backend import (
     parse_settings,
     select_fitting,
 )
-from ..encryption import NO_CIPHER, StoreCipher, check_key_matches
+from ..encryption import NO_CIPHER, StoreCipher, check_key_matches, infer_key_check
 from ..namespace import (
     Ids,
     Namespace,
@@ -95,7 +95,7 @@ _MAX_EQUAL_RECORDS_READ = 4
 _MAX_SAMPLED_RECORDS = 64
 """Records from which lost settings are inferred."""
 _MAX_ADVICE_UNITS = 4
-"""Units that are read for an example of settings that cannot be inferred."""
+"""Units that are read for an example of settings that cannot be inferred, and where no namespace says the key."""
 _TICK_NAME, _CLOCK_NAME = "store/tick", "store/clock"
 _TOUCH_INTERVAL_SECONDS = 1.0
 """Uses are collected this long before they are written."""
@@ -721,6 +721,7 @@ class RemoteBackendBase:
     def _load_settings(self) -> StoreSettings:
         label = f"{self.label}: {SETTINGS_NAME}"
         (data,) = self.key_values.get_many([SETTINGS_NAME])
+        stored_key_check = self._infer_key_check(data, label)
         if data is None:
             is_foreign = SETTINGS_NAME.partition("/")[0] in self.key_values.list_foreign()
             if not is_foreign and self.key_values.list_tree(RECORDS_FOLDER_PREFIX):
@@ -739,7 +740,36 @@ class RemoteBackendBase:
             settings = parse_settings(data or b"", label)
         except ManifestError as error:
             settings = self._infer_settings(error)
+        if stored_key_check not in (None, settings.key_check):
+            problem = "encrypted with another key, and its values are with this one"
+            if not settings.key_check:
+                problem = "not encrypted, and its values are"
+            settings = self._infer_settings(ManifestError(f"{label}: says that the store is {problem}"))
         return self._check_settings(settings)
+
+    def _infer_key_check(self, settings_data: bytes | None, label: str) -> str | None:
+        """Return the `key_check` of what is stored; None if nothing is stored that tells it.
+
+        What is stored decides, not the settings, which may be those of another store. Raises `OptionError` unless it is
+        that of the key, and if the settings are those of an encrypted store and what is stored is not encrypted.
+        """
+        names = [f"spaces/{name}" for name in self.key_values.list_names("spaces")[:_MAX_SAMPLED_RECORDS]]
+        if not names:  # the engine may have evicted them
+            names = [f"units/{name}" for name in self.key_values.list_names("units")[:_MAX_ADVICE_UNITS]]
+        values = zip(names, self.key_values.get_stored_many(names), strict=True)
+        samples = [(name, np.frombuffer(data, np.uint8)) for name, data in values if data is not None]
+        key_check = infer_key_check(samples, self.cipher)
+        if key_check is None:
+            return None
+        if not key_check:
+            with suppress(ManifestError):
+                if parse_settings(settings_data or b"", label).key_check:
+                    raise OptionError(
+                        f"{label}: says that the store is encrypted, and its values are not: put its own document in "
+                        "the place of this one, or remove it, and it is made again"
+                    )
+        check_key_matches(self.label, key_check, self.cipher)
+        return key_check
 
     def _check_settings(self, settings: StoreSettings) -> StoreSettings:
         """Return settings that are those of the key and of the caller; raise `OptionError` for others."""

@@ -101,6 +101,7 @@ class CircuitBreaker:
 
     def __init__(self, key_values: KeyValueStore, label: str) -> None:
         self._key_values = key_values
+        self._stored_values = key_values.stored_values if isinstance(key_values, SealedValues) else key_values
         self.label = label
         self.has_cheap_touch = key_values.has_cheap_touch
         self._rest_until = 0.0
@@ -111,6 +112,10 @@ class CircuitBreaker:
 
     def get_many(self, names: Sequence[str]) -> list[bytes | None]:
         return self._with_retry(lambda: self._key_values.get_many(names)) if names else []
+
+    def get_stored_many(self, names: Sequence[str]) -> list[bytes | None]:
+        """Return values as they are stored: of an encrypted store sealed."""
+        return self._with_retry(lambda: self._stored_values.get_many(names)) if names else []
 
     def put_many(self, items: Mapping[str, bytes]) -> None:
         if items:
@@ -223,20 +228,20 @@ class SealedValues:
     """
 
     def __init__(self, key_values: KeyValueStore, cipher: StoreCipher) -> None:
-        self._key_values = key_values
+        self.stored_values = key_values
         self._cipher = cipher
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._key_values, name)
+        return getattr(self.stored_values, name)
 
     def get_many(self, names: Sequence[str]) -> list[bytes | None]:
-        return [self._unseal(name, data) for name, data in zip(names, self._key_values.get_many(names), strict=True)]
+        return [self._unseal(name, data) for name, data in zip(names, self.stored_values.get_many(names), strict=True)]
 
     def put_many(self, items: Mapping[str, bytes]) -> None:
-        self._key_values.put_many(self._seal_all(items))
+        self.stored_values.put_many(self._seal_all(items))
 
     def put_if_absent(self, dependencies: Mapping[str, bytes], new_items: Mapping[str, bytes]) -> set[str]:
-        return self._key_values.put_if_absent(self._seal_all(dependencies), self._seal_all(new_items))
+        return self.stored_values.put_if_absent(self._seal_all(dependencies), self._seal_all(new_items))
 
     def _seal_all(self, items: Mapping[str, bytes]) -> dict[str, bytes]:
         return {name: data if _is_open(name) else self._cipher.seal(data, name) for name, data in items.items()}

@@ -127,6 +127,7 @@ nav: %(nav)s
 STYLES = """\
 .md-typeset td code { word-break: normal; overflow-wrap: normal; }
 .md-typeset thead:not(:has(th:not(:empty))) { display: none; }
+.md-typeset table:not([class]) :is(th, td) { min-width: 0; padding: 0.5em 0.7em; }
 """
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 

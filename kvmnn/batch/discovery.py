@@ -20,7 +20,7 @@ class InputKinds:
 
     #: Files of arrays and caches of engines; folders that are a dump, a prefix cache, live cache files or of vLLM.
     arrays: bool = False
-    #: Frames, and folders of frames with their manifest.
+    #: Frames, and folders of frames with their manifest or of layer streams.
     frames: bool = False
     #: Weight files of KV compressors.
     weights: bool = False

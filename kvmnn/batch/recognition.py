@@ -14,6 +14,7 @@ from ..errors import KvmnnError
 from ..files.mapped_file import FileHead
 from ..formats import ARRAY_FORMATS, ZARR
 from ..formats.hf import saved
+from ..formats.layer_streams.document import LAYERS_NAME
 from ..formats.mnn import dump, mmap_cache, packed_files
 from ..formats.raw import parse_page_name
 from ..formats.registry import find_engine_format
@@ -45,7 +46,7 @@ def accepts_file(path: str, *, arrays: bool, frames: bool, weights: bool) -> boo
 
 def accepts_folder(path: str, names: set[str], *, arrays: bool, frames: bool) -> bool | None:
     """Return whether a folder with these names is one input; None if its entries are inputs of their own."""
-    if manifest.MANIFEST_NAME in names or _is_bundle_without_manifest(path, names):
+    if manifest.MANIFEST_NAME in names or LAYERS_NAME in names or _is_bundle_without_manifest(path, names):
         return frames
     head = FileHead.from_path(path)
     if ZARR.detect(head) or ORPHANED_ARRAYS.detect(head):  # the latter is reported as incomplete

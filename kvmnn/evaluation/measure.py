@@ -35,6 +35,7 @@ from ..reports.records import (
     KeptPositions,
     LayerDistanceStats,
     ModelInfo,
+    RuntimeStats,
     TimeSeries,
 )
 from ..store import PrefixStore, load_key
@@ -187,6 +188,26 @@ def measure_quantized_sizes(runner: Runner, dtype: FrameType = "fp16", threads: 
         quantized_elements=num_elements,
         plain_bytes=plain_bytes,
         coded_bytes=coded_bytes,
+    )
+
+
+def measure_runtime_sizes(runner: Runner, stats: RuntimeStats, dtype: FrameType = "fp16") -> FrameSizeStats:
+    """Count the bytes of a cache in a runtime whose codec rounds: streams, and rows that are not in any in `dtype`."""
+    interface, cache = runner.session.interface, runner.cache
+    own_itemsize = np.dtype(interface.dtype).itemsize
+    itemsize = 2 if dtype == "fp16" else own_itemsize
+    coded_raw_bytes = sum(layer.stored_raw_bytes for layer in stats.layers)
+    stream_bytes = sum(layer.stored_bytes for layer in stats.layers)
+    kept_bytes = (stats.live_bytes - coded_raw_bytes) * itemsize // own_itemsize + stream_bytes
+    return FrameSizeStats(
+        dtype="fp16" if itemsize == 2 else "fp32",
+        rounded=itemsize < own_itemsize,
+        full_bytes=cache.num_seen * 2 * interface.layers * interface.kv_heads * interface.head_dim * itemsize,
+        kept_bytes=kept_bytes,
+        frame_bytes=kept_bytes,  # no frame is made of either
+        quantized_elements=coded_raw_bytes // own_itemsize,
+        plain_bytes=stream_bytes,
+        coded_bytes=stream_bytes,
     )
 
 
@@ -444,7 +465,7 @@ class CellMeasurer:
             peak = max(peak, int(earlier_run.step_peaks[score_result.num_replayed - 1]))
         if full_run is not None:
             full_run.write(get_reference_path(Path(self.references or ""), document))
-        cache = runner.cache
+        cache, runtime_stats = runner.cache, runner.collect_runtime_stats()
         return ScoreCell(
             model=_build_model_info(runner.session),
             every=score_result.every,
@@ -460,6 +481,8 @@ class CellMeasurer:
             process_opened_bytes=None if memory_baseline is None else memory_baseline.resident_bytes,
             frames=measure_quantized_sizes(runner, settings.frame_dtype, settings.threads)
             if runner.codec is not None
+            else measure_runtime_sizes(runner, runtime_stats, settings.frame_dtype)
+            if runtime_stats is not None and runtime_stats.is_lossy
             else measure_frame_sizes(
                 cache.copy_layers(),
                 settings.frame_dtype,
@@ -467,7 +490,7 @@ class CellMeasurer:
                 self._find_quantized_start(configuration, document),
             ),
             h2o=cache.collect_h2o_stats(),
-            runtime=runner.collect_runtime_stats(),
+            runtime=runtime_stats,
             trace=None if recorder is None else recorder.to_time_series(),
             stored_tokens=num_from_store,
             stored_notes=tuple(stored_scores.notes) if stored_scores is not None and stored_scores.notes else None,

@@ -16,6 +16,7 @@ from ..quantization.transform_codec import TransformCodec
 from ..reports.records import UNCUT_LABEL, ResultRow
 from ..reports.table import NO_EVICTION_MARK, PARTLY_EVICTED_MARK
 from ..reports.tables import format_min_max
+from ..transform.steps import DEFAULT_KL, is_size_missed
 from .oracle import describe_headroom
 from .scoring import MIN_DOCUMENTS_FOR_INTERVAL
 from .settings import FULL_POLICY, EvaluationSettings
@@ -50,6 +51,9 @@ def build_notes(
     yield from _describe_prompt_codecs(rows, documents, settings)
     yield from _describe_profiles(rows)
     yield from _describe_target_divergences(rows)
+    yield from _describe_target_divergences_behind_policies(rows)
+    yield from _describe_missed_sizes(rows)
+    yield from _describe_larger_rows(rows)
     yield from _describe_few_documents(rows)
     yield from describe_headroom(rows)
     if settings.runtime_config is not None:
@@ -201,6 +205,67 @@ def _describe_target_divergences(rows: Sequence[ResultRow]) -> Iterator[str]:
             f"{label}: KL of {entry.target:g} nats was asked for, {entry.measured:.2g} measured ({interval}), "
             f"{entry.measured / entry.target:.2g} times as much"
             f"{_EXCEEDED_TEXT if entry.is_exceeded else '.'}"
+        )
+
+
+def _describe_target_divergences_behind_policies(rows: Sequence[ResultRow]) -> Iterator[str]:
+    """Say what codecs behind policies were asked for, and the divergence with and without them: it does not add up."""
+    plain = {_get_policy_key(row): row for row in rows if row.codec is None and row.cut_divergence is not None}
+    labels_by_target: dict[float, list[str]] = {}
+    for row in rows:
+        codec = create_codec(row.codec) if row.codec is not None and row.policy != FULL_POLICY else None
+        if not isinstance(codec, TransformCodec) or codec.has_size or row.cut_divergence is None:
+            continue
+        uncoded = plain.get(_get_policy_key(row))
+        without = (
+            "" if uncoded is None or uncoded.cut_divergence is None else f" ({uncoded.cut_divergence.kl:.2g} without)"
+        )
+        label = f"{row.label} {row.cut_divergence.kl:.2g}{without}"
+        labels_by_target.setdefault(codec.kl or DEFAULT_KL, []).append(label)
+    for target, labels in labels_by_target.items():
+        advice = "" if all(label.endswith("without)") for label in labels) else " (--quant none adds rows without it)"
+        yield (
+            f"KL of {target:g} nats was asked for of the codec; behind policies what they cost is in it{advice}: "
+            f"{'; '.join(labels)}."
+        )
+
+
+def _get_policy_key(row: ResultRow) -> tuple[object, ...]:
+    return row.policy, repr(sorted(row.options.items())), row.preset, row.positions
+
+
+def _describe_missed_sizes(rows: Sequence[ResultRow]) -> Iterator[str]:
+    """Name rows whose codec was asked for a ratio or for bits, and missed it."""
+    missed = []
+    for row in rows:
+        codec = None if row.codec is None else create_codec(row.codec)
+        if not isinstance(codec, TransformCodec) or not codec.has_size or not row.quantized_bits:
+            continue
+        name, target = ("ratio", codec.ratio) if codec.ratio else ("bits", codec.bits)
+        reached = 16 / row.quantized_bits if codec.ratio else row.quantized_bits
+        if is_size_missed(reached, target):
+            missed.append(f"{row.label}: {name} {target:g} was asked for, {reached:.3g} reached")
+    if missed:
+        yield (
+            f"{'; '.join(missed)}. Steps follow the profile and not the text, and every stream of "
+            "a few tokens has its own header."
+        )
+
+
+def _describe_larger_rows(rows: Sequence[ResultRow]) -> Iterator[str]:
+    """Name rows that take more bytes behind a policy than their codec alone."""
+    alone = {row.codec: row for row in rows if row.codec is not None and row.policy == FULL_POLICY}
+    larger = [
+        f"{row.label} ({row.bytes_per_token:,.0f} for {alone[row.codec].bytes_per_token:,.0f} bytes/token)"
+        for row in rows
+        if row.policy != FULL_POLICY
+        and row.codec in alone
+        and (row.bytes_per_token or 0) > (alone[row.codec].bytes_per_token or 0)
+    ]
+    if larger:
+        yield (
+            f"More bytes than their codec takes without the policy: {'; '.join(larger)}. Tokens of heads that hold "
+            "different ones are coded head by head, by nothing below, and tokens that wait for the codec count as fp16."
         )
 
 

@@ -252,7 +252,7 @@ def _compare_with_target(
 ) -> TargetDivergence | None:
     """Compare the measured divergence with the codec's `kl`; None behind a policy, which diverges by itself."""
     codec = None if configuration.codec is None else create_codec(configuration.codec)
-    if configuration.policy != FULL_POLICY or not isinstance(codec, TransformCodec) or codec.ratio:
+    if configuration.policy != FULL_POLICY or not isinstance(codec, TransformCodec) or codec.has_size:
         return None
     document_stats = [stats for cell in cells if (stats := _summarize_after_cut([cell])) is not None]
     if not document_stats:

@@ -157,7 +157,7 @@ class LosslessStore:
         self._layers = check_num_layers(config, interface.layers)
         self._parts_per_layer = interface.kv_heads if per_head else 1
         self._heads_per_part = interface.kv_heads // self._parts_per_layer
-        self._mode = config.mode
+        self._mode, self._is_lossy = config.mode, config.is_lossy
         self._num_seen = 0
         self._token_bytes = 2 * self._heads_per_part * interface.head_dim * np.dtype(interface.dtype).itemsize
         scope = CompressionScope(config.with_num_layers(self._layers, 1))
@@ -256,6 +256,7 @@ class LosslessStore:
             live_bytes=tokens * self._token_bytes,
             held_bytes=self.nbytes,
             **totals,
+            is_lossy=self._is_lossy and metrics.h2o_lossless_raw_bytes > 0,
             layers=tuple(layers),
         )
 
@@ -318,7 +319,10 @@ def describe_encoding(runs: Iterable[tuple[str, RuntimeStats]], config: RuntimeC
         token_counts = sorted({layer.tokens for _, run in cause_runs for layer in run.layers})
         lines.append(f"{', '.join(labels)}: nothing was encoded: {_explain_idle(cause, token_counts, config)}.")
     if config.is_lossy and any(run.h2o_lossless_raw_bytes for _, run in labelled_runs):
-        lines.append(f"{LOSSY}: cold tokens are stored as transform streams, rounded; figures include what that costs.")
+        lines.append(
+            f"{LOSSY}: cold tokens are stored as transform streams, rounded: their ratio is LOSSY, no part of it "
+            "lossless; figures include what that costs."
+        )
     encoded_layers = sorted({layer.layer for _, run in labelled_runs for layer in run.layers if layer.raw_bytes})
     layers = max((len(run.layers) for _, run in labelled_runs), default=0)
     skipped_layers = {layer.layer for _, run in labelled_runs for layer in run.layers if layer.num_backpressure_skips}

@@ -37,6 +37,7 @@ class ProfileFinder:
         self._path = profile if isinstance(profile, str | os.PathLike) else None
         self._caller_profile = None if isinstance(profile, str | os.PathLike) else profile
         self._names: list[str] = []
+        self._files: dict[bytes, Path] = {}
         self._profiles: dict[bytes, Profile] = (
             {} if self._caller_profile is None else {self._caller_profile.key: self._caller_profile}
         )
@@ -98,10 +99,17 @@ class ProfileFinder:
                     damage = damage or (str(error) if candidate.name in named_files else "")
                     continue
                 self._profiles[profile.key] = profile
+                self._files[profile.key] = candidate
                 if profile.key == key:
                     return profile
         state = f"which cannot be read ({damage})" if damage else "which is not there"
         raise SourceError(f"{needed}, {state}: --profile FILE says where it is")
+
+    def find_file(self, key: bytes) -> str | None:
+        """Return the file of the profile with a key, None for one that is no file; raise as `get`."""
+        self.get(key)
+        file = self._path or self._files.get(key)
+        return None if file is None else os.fspath(file)
 
     def _list_candidates(self) -> list[Path]:
         """List files that may be the profile: by its name first."""

@@ -84,8 +84,8 @@ class TransformCodec(CacheCodec):
     ----------
     profile
         The profile of the model (`kvmnn.profiles`), made with a model's sensitivities where `kl` is to be known.
-    kl, ratio
-        As of `kvmnn.transform.TransformOptions`; 0 is unspecified, and neither is 0.002 nats.
+    kl, ratio, bits
+        As of `kvmnn.transform.TransformOptions`; 0 is unspecified, and none of them is 0.002 nats.
     below
         Layers below that predict a layer; -1: as many as the profile has tables for.
     block
@@ -95,6 +95,7 @@ class TransformCodec(CacheCodec):
     profile: str = ""
     kl: float = 0.0
     ratio: float = 0.0
+    bits: float = 0.0
     below: int = -1
     block: int = 64
 
@@ -113,11 +114,17 @@ class TransformCodec(CacheCodec):
     def label(self) -> str:
         return self.spec.replace(f"profile={self.profile}", os.path.basename(self.profile), 1)
 
+    @property
+    def has_size(self) -> bool:
+        """Return whether a size is specified, and not a loss."""
+        return bool(self.ratio or self.bits)
+
     def build_options(self, first: int, is_per_head: bool = False) -> TransformOptions:
         """Return the options of streams whose first tokens are stored exactly."""
         return TransformOptions(
             kl=self.kl or None,
             ratio=self.ratio or None,
+            bits=self.bits or None,
             below=None if is_per_head or self.below == -1 else self.below,
             first=first,
         )

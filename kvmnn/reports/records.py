@@ -50,7 +50,8 @@ class RuntimeStats(Record):
         Bytes of K and V: of all tokens that were seen; of those that the policy retained; and the memory for these
         between two steps, which is rows, frames and spare capacity.
     lossy_ratio, lossless_ratio, total_ratio
-        Ratios of these sizes: first to second, second to third, first to third (JSON only).
+        Ratios of these sizes: first to second, second to third, first to third (JSON only). Where a codec rounded what
+        it encoded, `lossy_ratio` is the first to the third, and `lossless_ratio` None.
     """
 
     mode: Literal["probe", "full", "store"]
@@ -64,19 +65,26 @@ class RuntimeStats(Record):
     h2o_lossless_decompress_us: int = 0
     h2o_lossless_fallback_count: int = 0
     h2o_lossless_backpressure_skip_count: int = 0
+    #: Whether the codec is LOSSY and encoded anything.
+    is_lossy: bool = field(default=False, metadata={"omit": True})
     layers: tuple[RuntimeLayerStats, ...] = ()
 
     @property
-    @json_key(before="layers")
-    def lossy_ratio(self) -> float | None:
+    def eviction_ratio(self) -> float | None:
         """Bytes of all tokens over bytes of the retained ones."""
         return self.appended_bytes / self.live_bytes if self.live_bytes else None
 
     @property
     @json_key(before="layers")
+    def lossy_ratio(self) -> float | None:
+        """Bytes of all tokens over bytes of the retained ones; of a codec that is LOSSY over those that store them."""
+        return self.total_ratio if self.is_lossy else self.eviction_ratio
+
+    @property
+    @json_key(before="layers")
     def lossless_ratio(self) -> float | None:
-        """Bytes of the retained tokens over the bytes that store them."""
-        return self.live_bytes / self.held_bytes if self.held_bytes else None
+        """Bytes of the retained tokens over the bytes that store them without loss."""
+        return self.live_bytes / self.held_bytes if self.held_bytes and not self.is_lossy else None
 
     @property
     @json_key(before="layers")
@@ -102,7 +110,7 @@ def merge_runtime_stats(all_stats: Iterable[RuntimeStats]) -> RuntimeStats | Non
         layers = stats.layers
         if merged is not None:
             layers = tuple(_add_int_fields(old, new) for old, new in zip(merged.layers, stats.layers, strict=True))
-            stats = _add_int_fields(merged, stats)
+            stats = replace(_add_int_fields(merged, stats), is_lossy=merged.is_lossy or stats.is_lossy)
         merged = replace(stats, layers=layers)
     return merged
 

@@ -24,13 +24,16 @@ class CompressionRatios:
     live_bytes: int
     #: Bytes that store them now: hot rows, frames, decoded copies and spare capacity.
     resident_bytes: int
+    #: Whether a codec rounded what it encoded.
+    is_lossy: bool = False
 
     def to_metrics(self) -> dict[str, Any]:
         """Return the fields of `RuntimeMetrics`."""
+        total_ratio = _compute_byte_ratio(self.appended_bytes, self.resident_bytes)
         return {
-            "lossy_ratio": _compute_byte_ratio(self.appended_bytes, self.live_bytes),
-            "lossless_ratio": _compute_byte_ratio(self.live_bytes, self.resident_bytes),
-            "total_ratio": _compute_byte_ratio(self.appended_bytes, self.resident_bytes),
+            "lossy_ratio": total_ratio if self.is_lossy else _compute_byte_ratio(self.appended_bytes, self.live_bytes),
+            "lossless_ratio": None if self.is_lossy else _compute_byte_ratio(self.live_bytes, self.resident_bytes),
+            "total_ratio": total_ratio,
             "held_bytes": self.resident_bytes,
         }
 
@@ -216,7 +219,8 @@ class RuntimeMetrics(Record):
     lossy_ratio, lossless_ratio, total_ratio
         Of this run: bytes of all tokens ever appended over those that are left; those over the bytes that contain them,
         hot rows and room to grow included; and the product. Where nothing is stored, the last two tell of room alone:
-        the tables have no such figure then, and JSON has null.
+        the tables have no such figure then, and JSON has null. Of codec ``"transform"``, which rounds, the first is the
+        product, and the second None.
     held_bytes
         Bytes of all current rows, frames and decoded copies, spare capacity included.
     compress, decompress, wait, verify
@@ -362,8 +366,9 @@ class RuntimeMetrics(Record):
 
     def _format_ratios(self) -> str:
         if self.has_stored:
+            lossless_text = _NO_VALUE if self.lossless_ratio is None else f"{self.lossless_ratio:.3f}"
             return (
-                f"lossless {self.lossless_ratio:.3f}, lossy {self.lossy_ratio:.3f}, total {self.total_ratio:.3f} "
+                f"lossless {lossless_text}, lossy {self.lossy_ratio:.3f}, total {self.total_ratio:.3f} "
                 "(raw bytes over bytes held, of this run; those include hot tokens and room to grow)"
             )
         prefix = f"lossless {_NO_VALUE}, lossy {self.lossy_ratio:.3f}, total {_NO_VALUE}"

@@ -58,6 +58,8 @@ class CodecProfile(NamedTuple):
     file: str
     #: Options of the codec by name.
     options: Mapping[str, float]
+    #: What the codec does by this profile where options say nothing; not written to settings.
+    default_options: Mapping[str, float] = {}
 
 
 class StoreSettings(NamedTuple):
@@ -105,7 +107,8 @@ def encode_settings(settings: StoreSettings, *, with_checksum: bool = True) -> b
     if settings.key_check:
         document["encryption"] = {"cipher": CIPHER_NAME, "key_check": settings.key_check}
     if settings.profile is not None:
-        document["profile"] = settings.profile._asdict()
+        key, file, options, _ = settings.profile
+        document["profile"] = {"key": key, "file": file, "options": options}
     if with_checksum:
         document[_CHECKSUM_KEY] = _compute_checksum(document)
     return json.dumps(document).encode() + b"\n"
@@ -222,11 +225,20 @@ def check_settings_match(
         return
     if profile.key != settings.profile.key:
         raise OptionError(f"{label}: needs the profile {settings.profile.key[:16]}, this one is {profile.key[:16]}")
-    if profile.options and profile.options != settings.profile.options:
+    requested, own = (
+        _complete_options(settings.codec, options, profile) for options in (profile.options, settings.profile.options)
+    )
+    if profile.options and requested != own:
         raise OptionError(
             f"{label}: was made with {_format_options(settings.profile.options)}, not with "
             f"{_format_options(profile.options)}"
         )
+
+
+def _complete_options(codec: str, options: Mapping[str, float], profile: CodecProfile) -> Mapping[str, float]:
+    from .layer_units import add_default_options  # which imports both codecs
+
+    return add_default_options(codec, {**profile.default_options, **options})
 
 
 def _format_options(options: Mapping[str, float]) -> str:

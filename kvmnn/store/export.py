@@ -33,6 +33,7 @@ from .unit import (
     MAX_TABLE_SETS_BYTES,
     DamagedUnitError,
     DenseUnitInfo,
+    LayerUnitInfo,
     ReadyUnits,
     TableSetCache,
     TableSets,
@@ -192,6 +193,20 @@ def is_lossy(path: str | os.PathLike[str], key: StoreKey | bytes | None = None) 
     _, slices, _ = _read_slices(_open_exported(path, cipher), cipher)
     infos = [loaded_slice.unit.layer_info for loaded_slice in slices]
     return any(info is not None and info.codec == LAYER_CODECS[1] for info in infos)
+
+
+def read_layer_info(path: str | os.PathLike[str], key: StoreKey | bytes | None = None) -> LayerUnitInfo | None:
+    """Return codec and profile of an exported sequence, None unless all its units have them; raise as `is_lossy`."""
+    cipher = make_cipher(key)
+    _, slices, _ = _read_slices(_open_exported(path, cipher), cipher)
+    infos = [loaded_slice.unit.layer_info for loaded_slice in slices]
+    first = infos[0]
+    if first is None:
+        return None
+    is_equal = all(
+        info is not None and (info.codec, info.profile_key) == (first.codec, first.profile_key) for info in infos
+    )
+    return first if is_equal else None
 
 
 def check_import(path: str | os.PathLike[str], key: StoreKey | bytes | None = None, *, is_lossy_store: bool) -> None:

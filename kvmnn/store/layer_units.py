@@ -66,6 +66,13 @@ def check_options(codec: str, options: Mapping[str, float], profile: Profile) ->
     return dict(options)
 
 
+def get_default_options(codec: str, profile: Profile) -> dict[str, float]:
+    """Return what a codec of a store does by a profile where its options say nothing, but for the loss."""
+    if codec == "transform":
+        return {"below": get_tables(profile).belows[-1], "first": TransformOptions.first}
+    return {"below": find_largest_below(profile)}
+
+
 def add_default_options(codec: str, options: Mapping[str, float]) -> dict[str, float]:
     """Return the options of a codec of a store, with the loss that is the default where they name none."""
     has_loss = codec != "transform" or any(name in options for name in ("kl", "ratio", "bits"))

@@ -125,13 +125,14 @@ def _make_codec_profile(
     caller_profile = profiles.read_caller_profile()
     if caller_profile is None or profile is None:
         raise OptionError(f"codec {codec!r} needs the profile of a model (kvmnn profile make)")
-    from .layer_units import check_options  # which imports both codecs
+    from .layer_units import check_options, get_default_options  # which imports both codecs
 
     file = ""
     if isinstance(profile, str | os.PathLike):
         file = os.fspath(profile)
         file = os.path.basename(file) if folder is None else os.path.relpath(file, folder)
-    return CodecProfile(caller_profile.key.hex(), file, check_options(codec, options or {}, caller_profile))
+    checked_options = check_options(codec, options or {}, caller_profile)
+    return CodecProfile(caller_profile.key.hex(), file, checked_options, get_default_options(codec, caller_profile))
 
 
 T = TypeVar("T")

@@ -85,6 +85,14 @@ DEFAULT_KL = 0.002
 """Nats a token that are lost where no option says how much."""
 
 
+_MAX_SIZE_ERROR = 0.05
+
+
+def is_size_missed(reached: float, target: float) -> bool:
+    """Return whether a ratio, or bits, are so far from what was asked for that a user should know."""
+    return abs(reached / target - 1) > _MAX_SIZE_ERROR
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """Steps of all layers."""

@@ -122,6 +122,12 @@ def test_find_inputs_cache_folders_are_one_input(tmp_path: Path) -> None:
     assert names(tmp_path / "dump") == ["dump"], "of what is named itself, its own name"
 
 
+def test_find_inputs_folder_of_layer_streams_is_one_input(tmp_path: Path) -> None:
+    put(tmp_path, "a/layers.json", "a/layer_0.kvml", "a/adapted.kvmp", "b/layers.json")
+    assert names(tmp_path) == names(tmp_path, InputKinds(frames=True)) == ["a", "b"]
+    assert names(tmp_path, ARRAYS) == []
+
+
 def test_find_inputs_bundle_without_manifest_is_one_input(tmp_path: Path) -> None:
     """Its frames decode one by one, but only a manifest shows that all of them are present."""
     put(tmp_path, "x.frames/a.frame", "x.frames/b.frame", "all.frames/a.frame", "all.frames/a.frame.json")

@@ -18,6 +18,7 @@ from kvmnn.lm.documents import Document
 from kvmnn.lm.kv_store import describe_encoding
 from kvmnn.policies.specs import build_policy, expand_spec
 from kvmnn.reports.records import (
+    DivergenceStats,
     FullCacheDifference,
     ResultRow,
     RuntimeLayerStats,
@@ -338,6 +339,37 @@ def test_notes_target_divergence_is_compared_with_measured() -> None:
     assert "(no interval, one text)" in notes[3]
     assert ["a smaller kl costs bytes" in note for note in notes] == [True, False, False, True]
     assert ResultRow.from_dict(rows[0].to_dict()).target_divergence == rows[0].target_divergence
+
+
+def test_notes_codecs_with_policies_have_two_divergences() -> None:
+    stats = {kl: DivergenceStats(tokens=9, kl=kl, kl_p99=1.0, agreement=1.0) for kl in (0.004, 0.0061)}
+    codec = "transform:profile=p.kvmp,kl=0.001"
+    plain = of("streaming:budget=64", cut_divergence=stats[0.004])
+    coded = replace(plain, codec=codec, label="both", cut_divergence=stats[0.0061])
+    sized = replace(coded, codec="transform:profile=p.kvmp,ratio=4", label="sized")
+    (note,) = (line for line in said([plain, coded, sized]) if "nats was asked for" in line)
+    assert note == (
+        "KL of 0.001 nats was asked for of the codec; behind policies what they cost is in it: both 0.0061 (0.004 "
+        "without)."
+    )
+    (note,) = (line for line in said([coded]) if "nats was asked for" in line)
+    assert "what they cost is in it (--quant none adds rows without it): both 0.0061." in note
+
+
+def test_notes_missed_sizes_and_larger_rows_are_named() -> None:
+    codecs = ["ratio=8", "ratio=7", "bits=2"]
+    rows = [
+        row(label, "full", codec=f"transform:profile=p.kvmp,{label}", quantized_bits=2.2, bytes_per_token=100.0)
+        for label in codecs
+    ]
+    notes = said(rows)
+    (note,) = (line for line in notes if "was asked for" in line)
+    assert note.startswith("ratio=8: ratio 8 was asked for, 7.27 reached; bits=2: bits 2 was asked for, 2.2 reached. ")
+    assert not any("without the policy" in line for line in notes)
+    larger = replace(of("streaming:budget=64"), label="cut", codec=rows[0].codec, bytes_per_token=120.0)
+    (note,) = (line for line in said([*rows, larger]) if "without the policy" in line)
+    assert note.startswith("More bytes than their codec takes without the policy: cut (120 for 100 bytes/token). ")
+    assert not any("without the policy" in line for line in said([*rows, replace(larger, bytes_per_token=99.0)]))
 
 
 def test_notes_prompt_budgets_differ_from_others() -> None:

@@ -193,6 +193,20 @@ def test_layer_streams_name_the_profile_that_is_missing(
         verify_layers(str(streams), profile=tmp_path / "changed.kvmp")
 
 
+def test_inspect_layer_streams_that_are_missing_counts_what_is_there(encoded: tuple[Path, Path]) -> None:
+    _, streams = encoded
+    whole = inspect_layers(str(streams))
+    assert whole.is_loadable and "missing" not in whole.to_dict()
+    (streams / "layer_2.kvml").unlink()
+    info = inspect_layers(str(streams))
+    present = [entry for entry in info.document.layers if entry.layer != 2]
+    num_layers = len(info.document.layers)
+    assert not info.is_loadable and info.to_dict()["missing"] == ["layer_2.kvml"]
+    assert f"{num_layers - 1} of {num_layers} layer streams (" in str(info) and "INCOMPLETE: layer_2.kvml" in str(info)
+    sizes = (sum(entry.raw_bytes for entry in present), sum(entry.nbytes for entry in present))
+    assert f"{sizes[0]:,} -> {sizes[1]:,} bytes" in str(info)
+
+
 def test_layer_streams_that_are_damaged_are_refused(encoded: tuple[Path, Path]) -> None:
     cache, streams = encoded
     stream = streams / "layer_2.kvml"

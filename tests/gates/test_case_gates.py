@@ -21,6 +21,7 @@ from kvmnn.gates.suite.verdict import (
     build_answer_gate,
     build_bench_rows,
     build_case_gates,
+    build_demo_runs,
     build_gate_section,
     build_lossless_gate,
 )
@@ -299,6 +300,18 @@ def test_case_gates_lossy_codec_claims_neither_consistency_nor_a_lossless_ratio(
     assert gates["KL divergence"].verdict == "pass" and "LOSSY" in gates["KL divergence"].why
     row = build_runtime_row("c", "store", lines, passed=True, failure="")
     assert (row["kv_content_consistency_pass"], row["total_best"]) == (None, 5.0)
+
+
+def test_run_record_of_a_lossy_codec_has_no_lossless_ratio() -> None:
+    record = replace(GOOD, lossy_ratio=5.0, held_ratio=2.0, total_ratio=5.0, encoded_ratio=16.0, is_rounded=True)
+    assert (record.eviction_ratio, record.lossless_ratio) == (2.5, 1.0)
+    pairs = [PairedRuns(workload=WORK, without=PLAIN, candidate=record)]
+    rows = build_bench_rows(SimpleNamespace(name="c", settings=SimpleNamespace(threads=1)), pairs, "m")  # type: ignore[arg-type]
+    numbers = rows.rows[0].numbers
+    assert [numbers[f"h2o_{name}"] for name in ("keep", "lossy", "lossless")] == [0.4, 5.0, 1.0]
+    [run] = build_demo_runs(pairs, "candidate")
+    assert run.get_metric("h2o_lossy_ratio") * run.get_metric("h2o_lossless_ratio") == record.total_ratio
+    assert "LOSSY codec" in judge_lossy_codec()[0]["lossy ratio"].why
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,13 @@ def test_evaluation_lossy_runtime_is_compared_with_the_full_cache_as_computed(pr
     threads = replace(settings, lossless=runtime | {"kv_lossless_async_threads": 1})
     assert evaluate(FIXTURES / "lm", TEXTS[2:3], settings=threads, jobs=0).rows[1].divergence == alone.divergence
     assert (full.runtime, full.kind, alone.label, alone.kind) == (None, "LOSSLESS", "full, in the runtime", "LOSSY")
+    for row in (alone, streaming):
+        assert row.runtime is not None and row.runtime.lossless_ratio is None
+        assert row.runtime.lossy_ratio == row.runtime.total_ratio and row.lossless_ratio == 1
+        streams = sum(layer.stored_bytes for layer in row.runtime.layers)
+        raw = sum(layer.stored_raw_bytes for layer in row.runtime.layers)
+        assert row.kept_bytes == (row.runtime.live_bytes - raw) // 2 + streams and raw > 4 * streams > 0
+    assert alone.lossy_ratio is not None and alone.lossy_ratio > 1.5
     assert alone.divergence is not None and alone.divergence.kl == whole.divergence.kl
 
 
@@ -209,10 +216,19 @@ def test_evaluation_runtime_by_a_profile_behind_a_policy_of_heads(profile: Path,
     assert (cut.perplexity == plain.perplexity) == (codec == "profile")
 
 
+def test_transform_codec_takes_bits_as_encode_does(profile: Path) -> None:
+    codecs = [create_codec(f"transform:{profile},{size}") for size in ("bits=2", "ratio=8")]
+    first, second = (codec.build_options(4) for codec in codecs if codec is not None)  # type: ignore[attr-defined]
+    assert (first.bits, first.ratio, first.kl) == (2, None, None)
+    plans = [plan_steps(get_tables(Profile.read(profile)), options, 1) for options in (first, second)]
+    assert np.array_equal(plans[0].steps, plans[1].steps)
+
+
 def test_transform_codec_refuses_what_it_cannot_code(profile: Path) -> None:
     for spec, message in (
         ("transform", "transform:FILE"),
         (f"transform:profile={profile},kl=1,ratio=2", "one of them"),
+        (f"transform:profile={profile},bits=1,ratio=2", "one of them"),
         (f"transform:profile={profile},below=3", "below"),
         (f"transform:profile={profile},kl=x", "expected a number"),
         (f"transform:profile={profile},block=0", "block is 0"),
@@ -241,4 +257,6 @@ def test_evaluation_target_divergence_is_compared_with_measured(profile: Path) -
     low, high = sorted(text.cut_divergence.kl for text in alone[1].documents)
     assert (targets[1].low, targets[1].high) == pytest.approx((low, high))  # the bootstrap of two texts has their range
     assert all(row.target_divergence is None for row in result.rows if row not in alone)
-    assert sum("nats was asked for" in note for note in result.notes) == 1
+    alone_note, policy_note = (note for note in result.notes if "nats was asked for" in note)
+    assert " measured (" in alone_note and "behind policies what they cost is in it: recent_only" in policy_note
+    assert policy_note.endswith(" without).") and "ratio=4" not in policy_note

@@ -12,7 +12,7 @@ from lm_results import BUDGETS, document, results, row
 
 from kvmnn.policies.h2o.planner import H2OStats, PlannerLayerStats
 from kvmnn.reports import tables
-from kvmnn.reports.records import ProjectStats, Refusal, RuntimeStats
+from kvmnn.reports.records import ProjectStats, Refusal, RuntimeStats, merge_runtime_stats
 from kvmnn.reports.tables import build_h2o_table, build_pivot_table, build_project_table, build_runtime_table
 
 
@@ -282,6 +282,16 @@ def test_runtime_table_ratios_are_never_dropped() -> None:
     assert [column.heading for column in columns if column.drop_rank == 0] == [
         "policy", "mode", "lossy", "lossless", "total",
     ]  # fmt: skip
+
+
+def test_runtime_table_of_a_lossy_codec_has_no_lossless_ratio() -> None:
+    figures = RuntimeStats(mode="store", appended_bytes=8, live_bytes=4, held_bytes=2, is_lossy=True)
+    both = merge_runtime_stats([figures, replace(figures, is_lossy=False)])
+    assert both is not None and both.is_lossy and both.eviction_ratio == 2
+    _, _, lines = build_runtime_table([("full", figures)]) or ("", [], [])
+    assert lines[0][2:5] == ["4.000", "-", "4.000"]
+    document = figures.to_dict()
+    assert (document["lossy_ratio"], document["lossless_ratio"], document["total_ratio"]) == (4.0, None, 4.0)
 
 
 def test_pivot_tie_has_no_best() -> None:

@@ -247,6 +247,10 @@ def test_store_keeps_its_profile_and_options(tmp_path: Path) -> None:
     PrefixStore(path, codec="transform", profile=PROFILE, codec_options={"kl": 0.02}).close()
     with pytest.raises(OptionError, match=r"was made with kl=0\.02, not with kl=0\.1"):
         PrefixStore(path, codec="transform", profile=PROFILE, codec_options={"kl": 0.1})
+    equal = {"kl": 0.02, "first": 4, "below": 2}  # the last two are what it does without them
+    PrefixStore(path, codec="transform", profile=PROFILE, codec_options=equal).close()
+    with pytest.raises(OptionError, match=r"was made with kl=0\.02, not with kl=0\.02,first=5"):
+        PrefixStore(path, codec="transform", profile=PROFILE, codec_options={"kl": 0.02, "first": 5})
     with pytest.raises(OptionError, match="is a store of transform streams, not of profile streams"):
         PrefixStore(path, codec="profile", profile=make_profile())
     other = transform_samples.create_profile(GEOMETRY, belows=(0,))
@@ -256,6 +260,20 @@ def test_store_keeps_its_profile_and_options(tmp_path: Path) -> None:
     with PrefixStore(path) as store:
         assert (store.codec, store.is_lossy, len(store.notes)) == ("transform", True, 1)
         assert store.get(IDS, model=MODEL).tokens == 700
+
+
+@pytest.mark.parametrize("engine", ["directory", "memory"])
+def test_store_of_the_default_loss_takes_the_same_loss_typed_out(new_url: Callable[[str], str], engine: str) -> None:
+    url = new_url(engine)
+    for options in ({}, {"kl": 0.002}):
+        with PrefixStore(url, codec="transform", profile=PROFILE, codec_options=options) as store:
+            store.stats()
+    for options in ({"kl": 0.0021}, {"ratio": 8.0}):
+        with (
+            pytest.raises(OptionError, match="was made with the default options"),
+            PrefixStore(url, codec="transform", profile=PROFILE, codec_options=options) as store,
+        ):
+            store.stats()
 
 
 @pytest.mark.parametrize("read_only", [False, True])

@@ -902,6 +902,8 @@ def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
 
             if new_folder is not None:
                 check_import(arguments.inputs[0], key, is_lossy_store=codec == "transform")
+                if codec is None:
+                    codec, profile = _adopt_codec(arguments, key, profile)
             is_existing = new_folder is None and "://" not in arguments.store
             # a directory that is there knows whether it takes the file, and where its profile is
             file = arguments.inputs[0]
@@ -964,6 +966,26 @@ def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
     finally:
         if new_folder is not None:  # without a unit it would only fix a codec that the next put may not want
             remove_unused_store(new_folder)
+
+
+def _adopt_codec(
+    arguments: argparse.Namespace, key: StoreKey | None, profile: str | None
+) -> tuple[str | None, str | None]:
+    """Return the codec of the units of an exported text, for a new store, and the file of their profile."""
+    from pathlib import Path
+
+    from ...profiles.search import ProfileFinder
+    from ...store.export import read_layer_info
+
+    file = arguments.inputs[0]
+    info = read_layer_info(file, key)
+    if info is None:
+        return None, profile
+    folder = Path(file).absolute().parent
+    profile = ProfileFinder(file, profile, [folder, folder.parent]).find_file(info.profile_key)
+    text = f"{file}: is of {info.codec} streams by {profile}, and so is the new store (--codec dense makes another)"
+    console.print_note(arguments, text)
+    return info.codec, profile
 
 
 def _is_new_directory(store: str) -> bool:

@@ -29,7 +29,7 @@ The weight file of a KV compressor (.bin) is checked in structure and values; wi
 weight, every bias, every header field and the metadata are compared with what kvmnn compressor convert would write
 (kvmnn compressor verify has the options of a conversion).
 
---jobs N verifies each frame, bundle and weight file below folders."""
+--jobs N verifies each frame, bundle, weight file and folder of layer streams below folders."""
 
 
 def add_parser(subparsers: Any) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..._util.parallel import Progress
-from ..._util.text import LOSSY, escape_control, format_rate, pluralize
+from ..._util.text import LOSSY, compute_ratio, escape_control, format_rate, pluralize
 from ...arrays.array import Chunk, LazyArray, rechunk
 from ...arrays.layer_cache import LayerCache
 from ...arrays.source import LOSSY_KEY, Source, is_rounded_by_codec, join_losses, list_losses
@@ -298,7 +298,14 @@ class LayerStreamsInfo(Record):
     #: What was compared with the original: ``"every byte"``, or of packed files ``"every live element"``.
     compared: str = field(default="every byte", metadata={"json": False})
     seconds: float = 0.0
+    #: Files of `document` that are not there: what was not decoded is described without them.
+    missing: tuple[str, ...] = field(default=(), metadata={"omit": True})
     notes: tuple[str, ...] = field(default=(), metadata={"omit": True})
+
+    @property
+    def is_loadable(self) -> bool:
+        """Return whether all files are there."""
+        return not self.missing
 
     @property
     def ok(self) -> bool:
@@ -332,11 +339,21 @@ class LayerStreamsInfo(Record):
         codec = ", ".join(
             [document.codec, *(f"{name}={_format_value(value)}" for name, value in document.options.items())]
         )
+        present = [entry for entry in document.layers if entry.file not in self.missing]
+        count_text = f"{len(present):,} of " if self.missing else ""
+        raw_bytes, stored_bytes = sum(entry.raw_bytes for entry in present), sum(entry.nbytes for entry in present)
+        if document.profile_file not in self.missing:
+            stored_bytes += document.profile_bytes or 0
         lines = [
-            f"{self.input}: {pluralize(len(document.layers), 'layer stream')} ({escape_control(codec)}), "
-            f"{pluralize(document.tokens, 'token')}, {document.raw_bytes:,} -> {document.stored_bytes:,} bytes, "
-            f"ratio {document.ratio:.4f}{proof}{format_rate(document.raw_bytes, self.seconds) if self.proof else ''}"
+            f"{self.input}: {count_text}{pluralize(len(document.layers), 'layer stream')} ({escape_control(codec)}), "
+            f"{pluralize(document.tokens, 'token')}, {raw_bytes:,} -> {stored_bytes:,} bytes, "
+            f"ratio {compute_ratio(raw_bytes, stored_bytes):.4f}{proof}"
+            f"{format_rate(raw_bytes, self.seconds) if self.proof else ''}"
         ]
+        if self.missing:
+            names = ", ".join(self.missing[:_MAX_NAMED_FILES])
+            more = f" and {len(self.missing) - _MAX_NAMED_FILES:,} more" if len(self.missing) > _MAX_NAMED_FILES else ""
+            lines.append(f"  INCOMPLETE: {names}{more}: missing ({LAYERS_NAME} names it)")
         lines += [f"  {line}" for line in dict.fromkeys([*describe_document(document), *self.notes])]
         return "\n".join(lines)
 
@@ -344,6 +361,9 @@ class LayerStreamsInfo(Record):
         """Return the text; with `verbose` also a line for each layer."""
         lines = [describe_layer(entry) for entry in self.document.layers] if verbose else []
         return "\n".join([*lines, str(self)])
+
+
+_MAX_NAMED_FILES = 5
 
 
 def _format_value(value: object) -> str:
@@ -355,7 +375,10 @@ def inspect_layers(path: str) -> LayerStreamsInfo:
     folder = os.path.dirname(path) if os.path.basename(path) == LAYERS_NAME else path
     document = read_layers_document(folder)
     _check_predicted_kl(folder, document)
-    return LayerStreamsInfo(input=path, document=document, notes=tuple(list_losses(document.metadata)))
+    names = [entry.file for entry in document.layers]
+    names += [] if document.profile_bytes is None else [document.profile_file]
+    missing = tuple(name for name in names if not Path(folder, name).is_file())
+    return LayerStreamsInfo(input=path, document=document, missing=missing, notes=tuple(list_losses(document.metadata)))
 
 
 def verify_layers(

@@ -35,6 +35,7 @@ from ...files.atomic import DirectoryOutput, refuse_input_folder
 from ...files.schema import Record, json_key
 from ...profiles import Profile, describe_few_tokens
 from ...transform import MAX_KL, TransformOptions
+from ...transform.steps import is_size_missed
 from ..sidecars import read_positions_by_layer
 from .codecs import CacheEncoder, LayerStreamOptions, decode_cache
 from .document import (
@@ -49,8 +50,6 @@ from .document import (
 
 _MAX_ERROR_DIFFERENCE = 1e-6
 """Of errors that are measured again."""
-_MIN_SHARE_OF_RATIO = 0.95
-"""Of a ratio, or of bits, that was asked for: less is reported."""
 _MAX_EXACT_SHARE = 0.1
 """Of the bytes that were asked for: exact tokens that take more come on top of them (`plan_steps`)."""
 _MAX_USEFUL_KL = 0.1
@@ -358,11 +357,13 @@ def _list_notes(profile: Profile, reader: LayerReader, document: LayerStreamsDoc
     options = TransformOptions(**settings)
     target = 16 / options.bits if options.bits is not None else options.ratio
     ratio = document.ratio * 2 / dtypes.DTYPES[reader.dtype].itemsize  # over fp16, as the target is
-    if target is None or ratio >= _MIN_SHARE_OF_RATIO * target:
+    if target is None or not is_size_missed(ratio, target):
         return notes
     reason = "the profile is of other texts"
     num_exact = min(options.first + options.recent, document.tokens)
-    if kl is not None and kl > 0.99 * MAX_KL:
+    if ratio > target:
+        reason = "this text takes fewer bits than the profile predicts"
+    elif kl is not None and kl > 0.99 * MAX_KL:
         reason = "no larger loss is possible"
     elif num_exact * target > _MAX_EXACT_SHARE * document.tokens:
         reason = f"{num_exact:,} of {document.tokens:,} tokens are exact and come on top"

@@ -90,7 +90,7 @@ class RunRecord(Record):
     #: Time of these.
     prefill_seconds: float
     decode_seconds: float
-    #: Bytes of all tokens over bytes of those that the policy left at the end.
+    #: Bytes of all tokens over bytes of those that the policy left at the end, or, `is_rounded`, that store these.
     lossy_ratio: float
     #: Bytes of the remaining tokens over the bytes that store them between two steps.
     held_ratio: float
@@ -105,8 +105,20 @@ class RunRecord(Record):
     counters: dict[str, float] = field(default_factory=dict)
     #: Numbers of the H2O statistics.
     plan_stats: dict[str, float] = field(default_factory=dict, metadata={"key": "keep"})
+    #: Whether the codec is LOSSY and encoded anything: none of the ratio is lossless then.
+    is_rounded: bool = field(default=False, metadata={"omit": True})
     #: Tokens generated after the last turn.
     new_ids: tuple[int, ...] = field(default=(), metadata={"omit": True})
+
+    @property
+    def eviction_ratio(self) -> float:
+        """Bytes of all tokens over bytes of those that the policy left at the end."""
+        return self.total_ratio / self.held_ratio if self.is_rounded else self.lossy_ratio
+
+    @property
+    def lossless_ratio(self) -> float:
+        """`encoded_ratio` of a lossless codec, else 1."""
+        return 1.0 if self.is_rounded else self.encoded_ratio or 1.0
 
     @property
     def decode_speed(self) -> float:
@@ -181,18 +193,21 @@ def _build_run_record(
             name: LatencySummary(**{key: float(value) for key, value in getattr(metrics, name).to_dict().items()})
             for name in ("decompress", "wait", "verify")
         }
+    is_rounded = runtime_stats is not None and runtime_stats.is_lossy
+    lossy_bytes = resident_bytes if is_rounded else live_bytes
     return RunRecord(
         prompt_tokens=sum(map(len, workload.turns)),
         decode_tokens=(workload.new_tokens - 1) * len(workload.turns),
         prefill_seconds=prefill_seconds,
         decode_seconds=decode_seconds,
-        lossy_ratio=appended_bytes / live_bytes if live_bytes else 1.0,
+        lossy_ratio=appended_bytes / lossy_bytes if lossy_bytes else 1.0,
         held_ratio=live_bytes / resident_bytes if resident_bytes else 1.0,
         encoded_ratio=None if runtime_stats is None else runtime_stats.encoded_ratio,
         total_ratio=appended_bytes / resident_bytes if resident_bytes else 1.0,
         latencies=latencies,
         counters=counters,
         plan_stats={name: float(value) for name, value in plan_values.items() if type(value) in (int, float)},
+        is_rounded=is_rounded,
         new_ids=tuple(new_ids),
     )
 
@@ -379,7 +394,7 @@ def measure_perplexity_change(
         raise KvmnnError(f"{case.name}: {result.refused[0].reason}")
     row, texts = result.rows[-1], result.documents
     difference: Any = row.versus_full
-    lossy_ratio = row.lossy_ratio or 1.0
+    lossy_ratio = (row.lossy_ratio if row.runtime is None else row.runtime.eviction_ratio) or 1.0
     return PerplexityChange(
         mean=expm1(difference.nll),
         low=None if difference.low is None else expm1(difference.low),

@@ -154,7 +154,7 @@ def _judge_runtime_case(measured: CaseMeasurement, model: str, stability_gates: 
         limits=limits,
         online_ratio=None,
         upper_bound=None,
-        selected_ratio=figures.encoded_ratio or 1.0,
+        selected_ratio=1.0 if case.is_lossy_codec else figures.encoded_ratio or 1.0,
         ratio_source="runtime",
         decode=decode,
         gates=tuple(gates),

@@ -283,6 +283,7 @@ class StrictRuntime:
             sum(layer.counters.appended_bytes for layer in self._layers),
             sum(layer.rows.raw_bytes for layer in self._layers),
             self.resident_bytes,
+            is_lossy=self.config.is_lossy and raw_bytes > 0,
         )
         return RuntimeMetrics(
             h2o_lossless_raw_bytes=raw_bytes,

@@ -328,7 +328,7 @@ def list_position_warnings(info: CacheInfo) -> list[str]:
         lines += [
             f"K has positions up to {last_position}, and after loading MNN continues at {token_counts[-1]}:",
             "what it generates is wrong. Rotate K (--rerotate), or set the position of",
-            "the next token in C++, after generate(ids, 0):",
+            "the next token in C++ (not with sliding windows), after generate(ids, 0):",
             f"  {SET_LENGTH_STATEMENT.format(info.next_token_position)}",
         ]
     return lines

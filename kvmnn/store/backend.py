@@ -19,7 +19,7 @@ from ..errors import KvmnnError, ManifestError, OptionError, SourceError
 from ..files.schema import JsonReader, parse_document
 from .encryption import CIPHER_NAME, StoreCipher
 from .namespace import Ids, Namespace, TokenSequence, compute_sequence_key
-from .results import CleanupResult, StoreListing, StoreStats, StoreVerifyResult
+from .results import CleanupResult, NamespaceStats, StoreListing, StoreStats, StoreVerifyResult
 from .unit import LAYER_CODECS, TableSetCache, TableSets, UnitHeader
 from .unit_codec import PrefixState
 
@@ -498,6 +498,9 @@ class StoreBackend(Protocol):
     def collect_stats(self, requested_tokens: int, hit_tokens: int, *, all_namespaces: bool = False) -> StoreStats:
         """Count what is stored, in the own namespace or in all; the tokens are copied into the result."""
 
+    def collect_namespaces(self) -> list[NamespaceStats]:
+        """Count what each namespace has, by name."""
+
     def list_entries(self) -> StoreListing:
         """Return the stored sequences, the most recently used first."""
 
@@ -528,8 +531,13 @@ class StoreBackend(Protocol):
     def get_label(self, namespace: Namespace, ids: Ids) -> str | None:
         """Return the label of a sequence; None if it has none, or a damaged one."""
 
-    def iter_labels(self) -> Iterator[tuple[str, StoredText]]:
-        """Yield labels and their sequences; damaged ones are skipped."""
+    def list_label_keys(self) -> list[bytes]:
+        """Return the keys of the sequences of all namespaces that have labels."""
+
+    def iter_labels(
+        self, keys: Sequence[bytes] | None = None, *, all_namespaces: bool = False
+    ) -> Iterator[tuple[str, StoredText]]:
+        """Yield labels and their sequences, of all `keys` or of these; damaged ones are skipped."""
 
     def delete_labels(self, keys: Sequence[bytes]) -> None:
         """Remove the labels of the sequences with these keys (`namespace.compute_sequence_key`)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from typing import TYPE_CHECKING
 
@@ -180,6 +180,12 @@ class StoreExportResult(Record):
     #: What was lost in the export itself.
     notes: tuple[str, ...] = field(default=(), metadata={"omit": True})
 
+    @property
+    @json_key()
+    def label(self) -> str:
+        """Return ``LOSSY`` for rounded K and V, else ``LOSSLESS``."""
+        return LOSSY if self.is_lossy else LOSSLESS
+
     def __str__(self) -> str:
         label = f"{LOSSY} as stored" if self.is_lossy else LOSSLESS
         line = f"{self.output}: {pluralize(self.tokens, 'token')}, {self.bytes:,} bytes, {label} (checksums compared)"
@@ -292,6 +298,7 @@ class StoreVerifyResult(Record):
         )
         proof = "all of it decoded and compared with its checksums"
         summary += f": {self.label} ({proof})" if self.label == LOSSLESS else f": {proof}"
+        summary = summary if self.units or self.states else "no units are stored"
         lines = [summary] if self.units or self.states or not self.damaged else []
         if self.damaged:
             lost_text = f", and {pluralize(self.lost, 'unit')} lost that went on from them" if self.lost else ""
@@ -322,7 +329,7 @@ class StoreEntry(Record):
     bytes: int
     #: Whether it is exempt from eviction.
     pinned: bool
-    #: Uses of the store since its last use; None if unknown.
+    #: Uses of texts of the namespace since its last use, of each unit the last alone; None if unknown.
     unused_for: int | None
     #: Its last token ids, at most `MAX_LAST_IDS`: they tell apart sequences with a common prefix.
     last_ids: tuple[int, ...] = ()
@@ -508,6 +515,34 @@ class StoreUsage(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class NamespaceStats(Record):
+    """What one namespace has in a store."""
+
+    #: Its name; empty for the texts of none.
+    name: str
+    #: Its units, those of windows and state included, their tokens, and bytes of their files.
+    units: int
+    tokens: int
+    bytes: int
+
+    def __str__(self) -> str:
+        name_text = f"namespace {self.name}" if self.name else "no namespace"
+        return f"{name_text}: {pluralize(self.units, 'unit')}, {self.tokens:,} tokens, {self.bytes:,} bytes"
+
+
+def sum_by_namespace(counts: Iterable[tuple[str, int, int, int]]) -> list[NamespaceStats]:
+    """Sum up names with units, tokens and bytes; return one result for each name, in their order."""
+    sums: dict[str, tuple[int, int, int]] = {}
+    for name, units, tokens, nbytes in counts:
+        total_units, total_tokens, total_bytes = sums.get(name, (0, 0, 0))
+        sums[name] = total_units + units, total_tokens + tokens, total_bytes + nbytes
+    return [
+        NamespaceStats(name=name, units=units, tokens=tokens, bytes=nbytes)
+        for name, (units, tokens, nbytes) in sorted(sums.items())
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
 class StoreStats(Record):
     """Contents of a store, and hits of this object."""
 
@@ -519,8 +554,8 @@ class StoreStats(Record):
     #: Bytes of all unit files, and of the K and V in them.
     bytes: int
     raw_bytes: int
-    #: Size of the index.
-    index_bytes: int
+    #: Size of the index of all namespaces; None in the figures of one.
+    index_bytes: int | None
     #: Fingerprints of the models.
     models: tuple[str, ...]
     #: Pinned sequences, and sessions.
@@ -543,6 +578,8 @@ class StoreStats(Record):
     is_lossy: bool = field(default=False, metadata={"omit": True})
     #: Whether the store is encrypted.
     is_encrypted: bool = field(default=False, metadata={"omit": True})
+    #: What each namespace has; only if it was asked for.
+    namespaces: tuple[NamespaceStats, ...] = field(default=(), metadata={"omit": True})
     #: What all processes did so far in these namespaces; of a remote store, this object.
     usage: StoreUsage | None = field(default=None, metadata={"omit": True})
     #: Where codecs and prefixes pay; only if it was measured.
@@ -560,9 +597,10 @@ class StoreStats(Record):
             f"{pluralize(self.blocks, 'whole block')}, "
             f"{self.tokens:,} tokens{_format_states(self.states)}",
             f"  {self.raw_bytes:,} -> {self.bytes:,} bytes" + (f", ratio {self.ratio:.4f}" if self.bytes else ""),
-            f"  index {self.index_bytes:,} bytes, {self.pinned:,} pinned, {pluralize(self.sessions, 'session')}, codec "
-            f"{self.codec}, policy {self.policy}",
+            f"  {self.pinned:,} pinned, {pluralize(self.sessions, 'session')}, codec {self.codec}, "
+            f"policy {self.policy}",
         ]
+        lines += [] if self.index_bytes is None else [f"  index of the whole store {self.index_bytes:,} bytes"]
         options_text = ", ".join(f"{name}={value:g}" for name, value in self.codec_options.items())
         lines += [f"  codec options {options_text}"] if options_text else []
         lines += [f"  {_LOSSY_TEXT}"] if self.is_lossy else []
@@ -571,7 +609,8 @@ class StoreStats(Record):
         counters = {} if self.usage is None else self.usage.counters
         if any(counters.get(name) for name in ("gets", "damages", "outages")):
             lines += textwrap.wrap(str(self.usage), 80, initial_indent="  ", subsequent_indent="    ")
-        text = "\n".join([*lines, *(f"  model {escape_control(model)}" for model in self.models)])
+        lines += [f"  model {escape_control(model)}" for model in self.models]
+        text = "\n".join([*lines, *(f"  {namespace}" for namespace in self.namespaces)])
         return text if self.break_even is None else f"{text}\n\n{self.break_even}"
 
 

@@ -310,6 +310,11 @@ class SequenceStore:
         }
         return best_namespace, best_part, other_precisions
 
+    def is_stored(self, text: StoredText) -> bool:
+        """Return whether all of a sequence is stored."""
+        sequence = self.make_sequence(text.namespace, text.ids)
+        return self._find_stored_part(sequence, text.namespace).tokens == text.ids.size
+
     def find_complete(self, ids: Ids, model: str, dtype: str | None) -> list[tuple[Namespace, StoredPart]]:
         """Return the namespaces that contain a whole sequence, in the order of their first puts."""
         parts = [

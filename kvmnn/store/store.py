@@ -6,9 +6,10 @@ import os
 import re
 import threading
 import time
+from bisect import bisect
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
@@ -55,6 +56,7 @@ from .results import (
     CleanupResult,
     LayerwisePrefix,
     MatchResult,
+    NamespaceStats,
     PinResult,
     PutResult,
     StoredPrefix,
@@ -82,6 +84,8 @@ DEFAULT_POLICY = "lru"
 DEFAULT_CACHE_BYTES = 256 << 20
 DEFAULT_TIMEOUT_SECONDS = 5.0
 
+_LABELS_CHECKED_PER_PUT = 8
+"""Labels of which a put that evicts looks whether their texts are there."""
 _REDIS_SCHEMES = ("redis", "rediss", "unix", "valkey", "valkeys")
 
 
@@ -463,7 +467,25 @@ class PrefixStore:
         except BackendUnavailableError as error:
             result = PutResult(tokens=ids.size, known_tokens=0, notes=(str(error),), outage=True)
         self._metrics.record_put(result)
+        if result.removed_bytes:
+            self._delete_some_labels(StoredText(namespace, ids).key)
         return result, namespace, ids
+
+    def _delete_some_labels(self, key: bytes) -> None:
+        """Delete those labels next to a key whose texts were evicted.
+
+        Keys are hashes: who evicts for each put and looks at a few labels leaves few of them without a text.
+        """
+        with suppress(KvmnnError):  # the text is put, whatever becomes of labels
+            keys = sorted(self._backend.list_label_keys())
+            begin_index = bisect(keys, key)
+            next_keys = [*keys[begin_index:], *keys[:begin_index]][:_LABELS_CHECKED_PER_PUT]
+            self._delete_labels_without_texts(next_keys)
+
+    def _delete_labels_without_texts(self, keys: Sequence[bytes] | None = None) -> None:
+        """Delete the labels of texts that are not stored as a whole any more, of all namespaces."""
+        texts = [text for _, text in self._backend.iter_labels(keys, all_namespaces=True)]
+        self._backend.delete_labels([text.key for text in texts if not self._sequences.is_stored(text)])
 
     def match(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> int:
         """Return how many of the first tokens of a sequence are stored, as `get` would return them.
@@ -728,10 +750,11 @@ class PrefixStore:
 
         def find_all() -> list[StoredText]:
             labelled = list(self._backend.iter_labels())
-            texts = [text for label, text in labelled if label == reference]
+            texts = [text for label, text in labelled if label == reference and self._sequences.is_stored(text)]
             if not texts and re.fullmatch(rf"[0-9a-f]{{{MIN_REFERENCE_LETTERS},32}}", reference):
-                candidates = chain(self._backend.iter_texts(), (text for _, text in labelled))
-                texts = [text for text in candidates if text.key.hex().startswith(reference)]
+                named = [text for _, text in labelled if text.key.hex().startswith(reference)]
+                texts = [text for text in self._backend.iter_texts() if text.key.hex().startswith(reference)]
+                texts += filter(self._sequences.is_stored, named)
             return list({text.key: text for text in texts}.values())
 
         texts = self._with_retry(find_all)
@@ -745,7 +768,9 @@ class PrefixStore:
 
     def count_labelled(self, label: str) -> int:
         """Return how many sequences have this label; `resolve` takes it only of one."""
-        return self._with_retry(lambda: sum(name == label for name, _ in self._backend.iter_labels()))
+        return self._with_retry(
+            lambda: sum(name == label and self._sequences.is_stored(text) for name, text in self._backend.iter_labels())
+        )
 
     def describe(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> StoreEntry:
         """Return the entry of `ls` for a sequence.
@@ -845,13 +870,7 @@ class PrefixStore:
 
         def collect() -> CleanupResult:
             result = self._backend.collect_garbage(max_stored_bytes)
-            self._backend.delete_labels(
-                [
-                    text.key
-                    for _, text in self._backend.iter_labels()
-                    if not self._sequences.find_longest(text.ids, text.namespace.model, text.namespace.dtype)[1].tokens
-                ]
-            )
+            self._delete_labels_without_texts()
             return replace(result, is_lossy=self.is_lossy)
 
         return self._with_retry(collect)
@@ -872,6 +891,10 @@ class PrefixStore:
         return replace(
             stats, usage=usage, codec_options=self.codec_options, is_encrypted=bool(self._backend.cipher.key_check)
         )
+
+    def namespaces(self) -> list[NamespaceStats]:
+        """Return what each namespace has, by name: for whoever runs the store, as the names are the tenants' own."""
+        return self._with_retry(self._backend.collect_namespaces)
 
     def usage(self, *, own: bool = False, all_namespaces: bool = False) -> StoreUsage:
         """Return what was done so far in this namespace, or in all of them.

@@ -549,6 +549,41 @@ def test_store_text_label_and_handle_in_place_of_ids(here: Path, run) -> None:
     assert "there is no text with this label or handle" in run("store", "rm", "S", "three", code=1).err
 
 
+def test_store_default_labels_tell_texts_of_one_beginning_apart(here: Path, run) -> None:
+    pytest.importorskip("tokenizers")
+    from kvmnn.lm.tokenizer import Tokenizer, encode_prompt
+
+    Path("model").mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(FIXTURES / "lm" / name, "model")
+    tokenizer, beginning = Tokenizer.open_for_model("model"), "You are a helpful assistant who answers in few words. "
+    for question in ("How large is it?", "How small is it?"):
+        ids = encode_prompt(tokenizer, beginning + question)
+        Path("text.txt").write_text(beginning + question)
+        np.savez("text.npz", **arrays(ids))
+        Path("ids.json").write_text(json.dumps([int(token) for token in ids]))
+        for store, naming in (("S", ["--text", "text.txt"]), ("T", ["--token-ids", "ids.json"])):
+            run("store", "put", store, "text.npz", *naming, "--model", "model", "--fingerprint", "m")
+    for store in "ST":
+        labels = {entry["label"] for entry in json.loads(run("store", "ls", store, "--json").out)["texts"]}
+        assert labels == {"You are a helpful ... How large is it?", "You are a helpful ... How small is it?"}
+
+
+def test_store_max_input_bytes_bounds_what_is_put_and_imported(here: Path, run) -> None:
+    put = ("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m")
+    assert "above the limit of 100" in run(*put, "--max-input-bytes", "100", code=1).err
+    assert not Path("S").exists()
+    run(*put, "--max-input-bytes", "1M")
+    document = json.loads(run("store", "export", "S", "--token-ids", "long.json", "-o", "x.kv", "--json").out)
+    assert document["label"] == "LOSSLESS"
+    imported = ("store", "import", "T", "x.kv", "--max-input-bytes")
+    assert "x.kv: has" in run(*imported, "100", code=1).err and not Path("T").exists()
+    run(*imported, "1M")
+    assert "says nothing to store ls" in run("store", "ls", "S", "--max-input-bytes", "1M", code=2).err
+    run("store", "gc", "T", "--size-limit", "0")
+    assert run("store", "verify", "T").out == "no units are stored\n"
+
+
 @pytest.mark.parametrize("naming", ["handle", "label", "ids"])
 def test_store_actions_take_handle_label_or_ids(here: Path, run, naming: str) -> None:
     put = ("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m", "--label", "the long one")

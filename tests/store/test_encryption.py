@@ -450,7 +450,8 @@ def test_get_exchanged_values_are_no_wrong_hit(tmp_path: Path) -> None:
                 if one.suffix != ".unit":
                     assert found.tokens == 9
             labels = {entry.label for entry in store.ls().texts} - {""}
-            assert all(store.resolve(label).ids[0] == int(label.split()[1]) for label in labels)
+            if one.suffix != ".unit":
+                assert all(store.resolve(label).ids[0] == int(label.split()[1]) for label in labels)
             if one.suffix == ".label":
                 assert len(labels) == 1
         one.write_bytes(data)

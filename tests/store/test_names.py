@@ -12,6 +12,7 @@ from prefixes import MODEL, layers_of
 
 from kvmnn import KvmnnError
 from kvmnn.store import PrefixStore
+from kvmnn.store.directory.backend import DirectoryBackend
 
 pytest.importorskip("fsspec")
 
@@ -86,6 +87,49 @@ def test_labels_go_with_their_texts(store: PrefixStore) -> None:
     store.gc(0)
     with pytest.raises(KvmnnError, match="no text"):
         store.resolve("one")
+
+
+def test_gc_removes_labels_of_all_namespaces(new_url: Callable[[str], str]) -> None:
+    for kind in ("directory", "file"):
+        url = new_url(kind)
+        with PrefixStore(url, namespace="a") as tenant:
+            tenant.put(CHAT, layers_of(CHAT), model=MODEL, label="chat")
+        with PrefixStore(url) as store:
+            store.gc(0)
+            assert store._backend.list_label_keys() == []
+
+
+def test_evicted_text_has_no_label(store: PrefixStore) -> None:
+    """Its beginning, which another text has, stays."""
+    for ids, label in ((SYSTEM, None), (CHAT, "chat")):
+        store.put(ids, layers_of(ids), model=MODEL, label=label)
+    longer = [*SYSTEM, *range(500, 600)]
+    store.put(longer, layers_of(longer), model=MODEL, label="longer")
+    backend = store._backend
+    if isinstance(backend, DirectoryBackend):
+        sequence = backend.list_namespaces()[0].make_sequence(np.array(CHAT, "<u4"), 64)
+        last_unit = backend.find_prefix(sequence).slices[-1].unit
+        backend.remove_units(lambda _: [last_unit])
+    else:
+        backend.delete_records([record for record in backend.list_valid_records() if 5 in record.ids[-3:]])
+    assert 64 <= store.match(CHAT, model=MODEL) < len(CHAT)
+    with pytest.raises(KvmnnError, match="no text"):
+        store.resolve("chat")
+    assert (store.count_labelled("chat"), store.resolve("longer").ids.tolist()) == (0, longer)
+    store.gc()
+    assert len(store._backend.list_label_keys()) == 1
+
+
+@pytest.mark.parametrize("engine", ["directory", "redis"])
+def test_puts_that_evict_leave_few_labels_of_evicted_texts(engine: str, new_url: Callable[[str], str]) -> None:
+    url, texts = new_url(engine), [[number, *SYSTEM[:20]] for number in range(60)]
+    with PrefixStore(url) as store:
+        nbytes = store.put(texts[0], layers_of(texts[0]), model=MODEL, label="0").stored_bytes
+    with PrefixStore(url, max_bytes=5 * nbytes + nbytes // 2) as store:
+        for number, ids in enumerate(texts[1:], 1):
+            store.put(ids, layers_of(ids), model=MODEL, label=str(number))
+        num_texts, num_labels = store.stats().texts, len(store._backend.list_label_keys())
+        assert 4 <= num_texts <= 6 and num_texts <= num_labels <= num_texts + 8
 
 
 def test_delete_pinned_text_changes_nothing(store: PrefixStore) -> None:

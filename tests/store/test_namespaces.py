@@ -74,6 +74,45 @@ def test_namespaces_share_and_show_nothing(url: str, encryption: str) -> None:
         assert store.verify().units == 2
 
 
+def test_ls_and_stats_show_nothing_of_what_others_do(url: str) -> None:
+    with PrefixStore(url, namespace="a", max_bytes=1 << 30) as store:  # of object stores, limits alone count uses
+        for ids in (IDS[:70], [7, 8]):
+            store.put(ids, layers_of(ids), model=MODEL)
+    with PrefixStore(url, namespace="a", read_only=True) as store:
+        before = [entry.to_dict() for entry in store.ls().texts], store.stats().to_dict()
+    with PrefixStore(url, namespace="b", max_bytes=1 << 30) as other:
+        for number in range(5):
+            ids = [number, *IDS]
+            other.put(ids, layers_of(ids), model=MODEL)
+            other.get(ids, model=MODEL)
+    with PrefixStore(url, namespace="a", read_only=True) as store:
+        assert before == ([entry.to_dict() for entry in store.ls().texts], store.stats().to_dict())
+        assert [entry.unused_for for entry in store.ls().texts] == [0, 1]
+        assert store.stats().index_bytes is None and "index" not in str(store.stats())
+
+
+def test_namespaces_are_listed_with_their_bytes(url: str, encryption: str, run) -> None:
+    sizes = {}
+    for tenant, tokens in (("b", 70), ("a", 150), (None, 2)):
+        with PrefixStore(url, namespace=tenant) as store:
+            store.put(IDS[:tokens], layers_of(IDS[:tokens]), model=MODEL)
+            store.put(IDS[:tokens], [*layers_of(IDS[:tokens])], model="other")
+            sizes[tenant or ""] = 2 * tokens, store.stats().bytes
+    with PrefixStore(url) as store:
+        assert {entry.name: (entry.tokens, entry.bytes) for entry in store.namespaces()} == sizes
+        assert [entry.name for entry in store.namespaces()] == ["", "a", "b"]
+    if "memory" not in url:
+        document = json.loads(run("store", "stat", url, "--namespaces", "--json").out)
+        assert [entry["bytes"] for entry in document["namespaces"]] == [sizes[name][1] for name in ("", "a", "b")]
+        assert (document["tokens"], document["bytes"]) == (444, sum(nbytes for _, nbytes in sizes.values()))
+        assert (
+            f"namespace b: 2 units, 140 tokens, {sizes['b'][1]:,} bytes"
+            in run("store", "stat", url, "--namespaces").out
+        )
+        assert "namespaces" not in json.loads(run("store", "stat", url, "--json").out)
+        assert "no --namespace" in run("store", "stat", url, "--namespaces", "--namespace", "a", code=2).err
+
+
 def test_quota_evicts_its_own_namespace_alone(url: str, encryption: str) -> None:
     texts = [[number, *range(70)] for number in range(6)]
     with PrefixStore(url, namespace="b") as store:

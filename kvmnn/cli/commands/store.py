@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 from contextlib import suppress
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 
 _MAX_MODELS_SHOWN = 3
 _MAX_LABEL_CHARACTERS, _MAX_LABEL_TOKENS = 40, 24
+_LABEL_BEGINNING_CHARACTERS, _LABEL_END_CHARACTERS = 17, 18
+"""Texts with one system prompt differ at their ends."""
 
 
 def read_layers(source: Source, arguments: argparse.Namespace) -> list[LayerCache]:
@@ -173,20 +176,36 @@ def _refuse_loss(arguments: argparse.Namespace, *, is_lossy_store: bool) -> None
 
 
 def _make_label(ids: Any, arguments: argparse.Namespace) -> str | None:
-    """Return the beginning of the text, if the model has a tokenizer and its package is installed."""
+    """Return a short text, or the beginning and the end of a long one, if the model's tokenizer can be opened."""
     from ...errors import KvmnnError
 
-    text: str | None = getattr(arguments, "read_text", None)
-    if text is None and arguments.model is not None:
+    read_text: str | None = getattr(arguments, "read_text", None)
+    parts = [read_text] if read_text is not None and len(arguments.loaded_ids) == len(ids) else []
+    if not parts and arguments.model is not None:
         from ...lm.tokenizer import Tokenizer
 
         try:
-            has_tokenizer = Tokenizer.find_file(arguments.model) is not None
-            text = Tokenizer.open_for_model(arguments.model).decode(ids[:_MAX_LABEL_TOKENS]) if has_tokenizer else None
+            if Tokenizer.find_file(arguments.model) is None:
+                return None
+            tokenizer = Tokenizer.open_for_model(arguments.model)
+            is_short = len(ids) <= 2 * _MAX_LABEL_TOKENS
+            pieces = [ids] if is_short else [ids[:_MAX_LABEL_TOKENS], ids[-_MAX_LABEL_TOKENS:]]
+            parts = list(map(tokenizer.decode, pieces))
         except KvmnnError:
             return None
-    words = "".join(character if character.isprintable() else " " for character in text or "").split()
-    return " ".join(words)[:_MAX_LABEL_CHARACTERS].strip() or None
+    parts = [" ".join("".join(char if char.isprintable() else " " for char in part).split()) for part in parts]
+    text = " ... ".join(parts)
+    return (text if len(text) <= _MAX_LABEL_CHARACTERS else _shorten_label(text)) or None
+
+
+def _shorten_label(text: str) -> str:
+    """Return the first and the last words of a text."""
+    beginning, end = text[:_LABEL_BEGINNING_CHARACTERS], text[-_LABEL_END_CHARACTERS:]
+    if text[_LABEL_BEGINNING_CHARACTERS] != " ":
+        beginning = beginning.rpartition(" ")[0] or beginning
+    if text[-_LABEL_END_CHARACTERS - 1] != " ":
+        end = end.partition(" ")[2] or end
+    return f"{beginning.strip()} ... {end.strip()}"
 
 
 def _raise_if_unavailable(result: MatchResult | StoredPrefix | PutResult) -> None:
@@ -360,9 +379,9 @@ def _encode_text(arguments: argparse.Namespace) -> Any:
     if not hasattr(arguments, "loaded_ids"):
         tokenizer, text = Tokenizer.open_for_model(arguments.model), read_prompt_file(arguments.text)
         if arguments.text.endswith(".json"):
-            rendered = render_messages(text, tokenizer.path.parent, arguments.text)
-            arguments.loaded_ids = tokenizer.encode(rendered)
-            text = rendered
+            arguments.loaded_ids = tokenizer.encode(render_messages(text, tokenizer.path.parent, arguments.text))
+            # without the words of the template, with which all chats begin and end
+            text = " ".join(message["content"] for message in json.loads(text)["messages"])
         else:
             arguments.loaded_ids = encode_prompt(tokenizer, text)
         arguments.read_text = text
@@ -512,6 +531,10 @@ def _run_stat(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Comman
 
 
 def _read_stats(store: PrefixStore, arguments: argparse.Namespace) -> StoreStats | StoreEntry:
+    if arguments.namespaces:
+        if arguments.namespace is not None or _names_text(arguments):
+            raise UsageError("--namespaces is about all of them: no --namespace and no text")
+        return replace(store.stats(all_namespaces=True), namespaces=tuple(store.namespaces()))
     if not _names_text(arguments):
         return store.stats()
     return store.describe(_load_ids(arguments), model=_choose_model(store, arguments), dtype=arguments.dtype)
@@ -637,7 +660,7 @@ class _ActionSpec(NamedTuple):
 _MODEL_OPTIONS = ("token_ids", "text", "model", "fingerprint", "dtype", "namespace", "key_file")
 _LAYOUT_OPTIONS = ("backend", "lp", "hp", "flash_block", "name", "capacity")
 _INPUT_OPTIONS = (
-    *("tensor", "skip_unsupported", "token_major", "undo"),
+    *("tensor", "skip_unsupported", "token_major", "undo", "max_bytes"),
     *(*shared_options.AXES_OPTION_NAMES, *packed_options.PACKED_OPTION_NAMES, *packed_options.SELECTION_OPTIONS),
 )
 _CREATION_OPTIONS = (
@@ -654,7 +677,7 @@ _SPEC_BY_ACTION = {
         _REFERENCE,
     ),
     "ls": _ActionSpec(("namespace", "key_file")),
-    "stat": _ActionSpec((*_MODEL_OPTIONS, "threads", *break_even_options.SPEED_NAMES), _REFERENCE),
+    "stat": _ActionSpec((*_MODEL_OPTIONS, "namespaces", "threads", *break_even_options.SPEED_NAMES), _REFERENCE),
     "serve-metrics": _ActionSpec(("listen", "key_file")),
     "verify": _ActionSpec(("threads", "profile", "key_file", "dry_run")),
     "gc": _ActionSpec(("store_bytes", "key_file")),
@@ -662,7 +685,7 @@ _SPEC_BY_ACTION = {
     "pin": _ActionSpec(_MODEL_OPTIONS, _REFERENCE),
     "unpin": _ActionSpec(_MODEL_OPTIONS, _REFERENCE),
     "export": _ActionSpec((*_MODEL_OPTIONS, "output", "force", "profile"), _REFERENCE),
-    "import": _ActionSpec((*_CREATION_OPTIONS, "rope", "label"), "FILE"),
+    "import": _ActionSpec((*_CREATION_OPTIONS, "rope", "label", "max_bytes"), "FILE"),
     "simulate": _ActionSpec((*store_simulation.SIMULATION_OPTIONS, "tensor", "output", "force"), "CACHE"),
 }
 _ALL_OPTIONS = tuple(dict.fromkeys(name for action in _SPEC_BY_ACTION.values() for name in action.options))
@@ -719,6 +742,9 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--namespace", metavar="NAME", help="whose texts: nobody finds those of another namespace")
     parser.add_argument(
+        "--namespaces", action="store_true", help="stat: of the whole store, with the bytes of each namespace"
+    )
+    parser.add_argument(
         "--key-file",
         metavar="FILE",
         help="key of an encrypted store: 32 bytes, or 64 hexadecimal digits (default: KVMNN_STORE_KEY has these)",
@@ -758,6 +784,7 @@ def add_parser(subparsers: Any) -> None:
         help="of frames: how hard to compress (default: fast, within 1%% of exact)",
     )
     parser.accept("--threads")
+    parser.accept("--max-input-bytes")
     shared_options.accept_table(parser)
     shared_options.add_output_option(parser, "get: file or directory; export: a file")
     parser.add_argument(
@@ -900,6 +927,7 @@ def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
         if arguments.action == "import":
             from ...store.export import check_import, load_exported
 
+            _check_file_size(arguments)
             if new_folder is not None:
                 check_import(arguments.inputs[0], key, is_lossy_store=codec == "transform")
                 if codec is None:
@@ -986,6 +1014,16 @@ def _adopt_codec(
     text = f"{file}: is of {info.codec} streams by {profile}, and so is the new store (--codec dense makes another)"
     console.print_note(arguments, text)
     return info.codec, profile
+
+
+def _check_file_size(arguments: argparse.Namespace) -> None:
+    """Raise `LimitError` for a file to import that is larger than ``--max-input-bytes``."""
+    from ...errors import LimitError
+
+    path = arguments.inputs[0]
+    size = os.path.getsize(path) if os.path.isfile(path) else 0
+    if arguments.max_bytes is not None and size > arguments.max_bytes:
+        raise LimitError(f"{path}: has {size} bytes, above the limit of {arguments.max_bytes}")
 
 
 def _is_new_directory(store: str) -> bool:

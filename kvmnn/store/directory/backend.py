@@ -6,6 +6,7 @@ import os
 import threading
 import time
 import zlib
+from bisect import bisect_right
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
@@ -56,6 +57,7 @@ from ..read_path import UnitVerifier
 from ..results import (
     MAX_LAST_IDS,
     CleanupResult,
+    NamespaceStats,
     StoreEntry,
     StoreListing,
     StoreStats,
@@ -63,6 +65,7 @@ from ..results import (
     count_excess_bytes,
     explain_kept_part,
     explain_pinned_bytes,
+    sum_by_namespace,
 )
 from ..unit import DamagedUnitError, TableSetCache, TableSets, Unit, UnitHeader, parse_header
 from ..unit_codec import PrefixState, is_prefix_state, parse_state
@@ -989,7 +992,7 @@ class DirectoryBackend:
             tokens=tokens,
             bytes=nbytes,
             raw_bytes=state_bytes + sum(namespace.token_bytes * number for namespace, number in by_space),
-            index_bytes=self.index.nbytes,
+            index_bytes=None if self.tenant and not all_namespaces else self.index.nbytes,
             models=tuple(sorted({namespace.model for namespace, _ in by_space})),
             pinned=num_pins,
             sessions=len(session_names if all_namespaces else list_session_names(self.tenant, session_names)),
@@ -1000,6 +1003,17 @@ class DirectoryBackend:
             asked_tokens=requested_tokens,
             found_tokens=hit_tokens,
         )
+
+    def collect_namespaces(self) -> list[NamespaceStats]:
+        with self.index.begin_reading() as cursor:
+            rows = cursor.fetch_rows(
+                tuple[str, int, int, int],
+                "SELECT space.document, count(*), sum(tokens), sum(bytes) FROM unit "
+                "JOIN space ON space.id = unit.space GROUP BY space.id",
+            )
+            return sum_by_namespace(
+                (self._parse_space(document).tenant, units, tokens, nbytes) for document, units, tokens, nbytes in rows
+            )
 
     def _count_lost_pins(self, cursor: ValidatingCursor, space_ids: Sequence[int] | None) -> int:
         """Count the pins of texts that are lost, in some namespaces or (None) in all.
@@ -1058,14 +1072,21 @@ class DirectoryBackend:
         namespaces = {number: self._parse_space(document) for number, document in documents}
         rows = cursor.fetch_rows(
             tuple[int, int, int, int, int, int, int],
-            f"SELECT space, start + tokens, {_SEQUENCE_BYTES_SQL}, pins, (SELECT tick FROM state) - used, id, "
-            f"tokens = 0 FROM unit WHERE {_IS_SEQUENCE_END_SQL} ORDER BY used DESC, id DESC",
+            f"SELECT space, start + tokens, {_SEQUENCE_BYTES_SQL}, pins, used, id, tokens = 0 FROM unit "
+            f"WHERE {_IS_SEQUENCE_END_SQL} ORDER BY used DESC, id DESC",
+        )
+        # the tick of the store counts what others do as well
+        own_ids = [str(number) for number, namespace in namespaces.items() if namespace.tenant == self.tenant]
+        ticks = cursor.list_numbers(
+            f"SELECT DISTINCT used FROM unit WHERE space IN ({','.join(own_ids)}) ORDER BY used"
         )
         if not {number for number, *_ in rows} <= namespaces.keys():
             raise InvalidRowError("a unit has a space that is not there")
         return [
-            _TextRow(namespaces[number], tokens, nbytes, pins, uses_since, unit, bool(has_state))
-            for number, tokens, nbytes, pins, uses_since, unit, has_state in rows
+            _TextRow(
+                namespaces[number], tokens, nbytes, pins, len(ticks) - bisect_right(ticks, used), unit, bool(has_state)
+            )
+            for number, tokens, nbytes, pins, used, unit, has_state in rows
             if namespaces[number].tenant == self.tenant
         ]
 
@@ -1083,10 +1104,21 @@ class DirectoryBackend:
     def get_label(self, namespace: Namespace, ids: Ids) -> str | None:
         return self.recovery_files.read_label(StoredText(namespace, ids).key)
 
-    def iter_labels(self) -> Iterator[tuple[str, StoredText]]:
-        namespaces = {namespace.key: namespace for namespace in self.list_namespaces()}
-        for name, namespace_key, ids in self.recovery_files.iter_sequences(LABEL_SUFFIX):
-            if namespace_key in namespaces and namespaces[namespace_key].tenant == self.tenant:
+    def list_label_keys(self) -> list[bytes]:
+        return self.recovery_files.list_label_keys()
+
+    def iter_labels(
+        self, keys: Sequence[bytes] | None = None, *, all_namespaces: bool = False
+    ) -> Iterator[tuple[str, StoredText]]:
+        namespaces = {
+            namespace.key: namespace
+            for namespace in self.list_namespaces()
+            if all_namespaces or namespace.tenant == self.tenant
+        }
+        files = self.recovery_files
+        saved = files.iter_sequences(LABEL_SUFFIX) if keys is None else files.iter_labelled(keys)
+        for name, namespace_key, ids in saved:
+            if namespace_key in namespaces:
                 yield name, StoredText(namespaces[namespace_key], ids)
 
     def delete_labels(self, keys: Sequence[bytes]) -> None:

@@ -261,6 +261,7 @@ _SEQUENCE_STRUCT = struct.Struct(f"<8sII{KEY_BYTES}s")
 _KEY_PATTERN = f"[0-9a-f]{{{2 * KEY_BYTES}}}"
 _TABLES_NAME_REGEX = re.compile(f"{_KEY_PATTERN}-{_KEY_PATTERN}")
 _PIN_NAME_REGEX = re.compile(_KEY_PATTERN + re.escape(PIN_SUFFIX))
+_LABEL_NAME_REGEX = re.compile(_KEY_PATTERN + re.escape(LABEL_SUFFIX))
 _OWN_FOLDER_REGEX = re.compile("spaces|texts|tables|models|staging|units(/[0-9a-f]{3,})?")
 _OWN_NAME_PATTERNS = {
     "": r"store\.json|rebuild\.lock|counters\.sqlite(-journal)?"
@@ -455,11 +456,24 @@ class RecoveryFiles:
         """Delete the label of the sequence with this `compute_sequence_key`."""
         self._delete(_make_label_path(key))
 
+    def list_label_keys(self) -> list[bytes]:
+        """Return the keys of the sequences that have labels."""
+        names = self._list_names(_SEQUENCES_FOLDER, _LABEL_NAME_REGEX)
+        return [bytes.fromhex(name.removesuffix(LABEL_SUFFIX)) for name in names]
+
     def iter_sequences(self, suffix: str) -> Iterator[SavedSequence]:
         """Yield the pinned sequences (`PIN_SUFFIX`), or those of sessions and labels; skip damaged files."""
-        for path in sorted((self._folder / _SEQUENCES_FOLDER).glob(f"*{suffix}")):
+        paths = sorted((self._folder / _SEQUENCES_FOLDER).glob(f"*{suffix}"))
+        yield from self._iter_saved(path.relative_to(self._folder) for path in paths)
+
+    def iter_labelled(self, keys: Sequence[bytes]) -> Iterator[SavedSequence]:
+        """Yield the sequences with these keys that have labels."""
+        return self._iter_saved(map(_make_label_path, keys))
+
+    def _iter_saved(self, paths: Iterable[Path]) -> Iterator[SavedSequence]:
+        for path in paths:
             with suppress(KvmnnError, OSError):
-                saved_sequence = _decode_sequence(self._read(path.relative_to(self._folder), _MAX_SEQUENCE_BYTES))
+                saved_sequence = _decode_sequence(self._read(path, _MAX_SEQUENCE_BYTES))
                 if saved_sequence is not None:
                     yield saved_sequence
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
@@ -33,6 +34,7 @@ from ..read_path import MissingUnitError, UnitVerifier
 from ..results import (
     MAX_LAST_IDS,
     CleanupResult,
+    NamespaceStats,
     StoreEntry,
     StoreListing,
     StoreStats,
@@ -40,6 +42,7 @@ from ..results import (
     count_excess_bytes,
     explain_kept_part,
     explain_pinned_bytes,
+    sum_by_namespace,
 )
 from ..unit import DamagedUnitError, is_lossy_unit
 from .backend import NAMES_PER_REQUEST, TABLES_FOLDER, RemoteBackendBase
@@ -49,6 +52,7 @@ from .records import StateRecord, UnitRecord, make_unit_name
 _SESSIONS_FOLDER, _LABELS_FOLDER = "sessions", "labels"
 _MAX_SESSION_BYTES = 256 << 20
 _UNIT_NAME_REGEX = re.compile("[0-9a-f]{32}")
+"""Names of labels have the same form."""
 _MAX_REQUEST_BYTES = 32 << 20
 """Bytes of units that are read in one round trip, unless a single unit has more."""
 
@@ -280,7 +284,7 @@ class RemoteBackend(RemoteBackendBase):
             bytes=sum(record.nbytes for record in all_records),
             raw_bytes=sum(state.raw_bytes for state in states)
             + sum(record.ids.size * namespaces[record.namespace_key].token_bytes for record in unit_records),
-            index_bytes=0,
+            index_bytes=None if self.tenant and not all_namespaces else 0,
             models=tuple(sorted({namespaces[record.namespace_key].model for record in unit_records})),
             pinned=len(read_pins(self.key_values))
             if all_namespaces
@@ -292,6 +296,19 @@ class RemoteBackend(RemoteBackendBase):
             is_lossy=self.settings.is_lossy or self._has_lossy_units(unit_records),
             asked_tokens=requested_tokens,
             found_tokens=hit_tokens,
+        )
+
+    def collect_namespaces(self) -> list[NamespaceStats]:
+        tenants = {namespace.key: namespace.tenant for namespace in self.list_namespaces()}
+        return sum_by_namespace(
+            (
+                tenants[record.namespace_key],
+                1,
+                0 if isinstance(record, StateRecord) else int(record.ids.size),
+                record.nbytes,
+            )
+            for record in self.list_valid_records()
+            if record.namespace_key in tenants
         )
 
     def _has_lossy_units(self, records: Sequence[UnitRecord]) -> bool:
@@ -306,7 +323,7 @@ class RemoteBackend(RemoteBackendBase):
         valid_records = [record for record in self.list_valid_records() if record.namespace_key in namespaces]
         pinned = list_end_units(read_pins(self.key_values))
         ticks = {unit: use.tick for unit, use in read_uses(self.key_values, valid_records).items()}
-        latest_tick = max(ticks.values(), default=0)
+        sorted_ticks = sorted(set(ticks.values()))
         block_tokens = self.block_tokens
         unit_records = [record for record in valid_records if not isinstance(record, StateRecord)]
         record_by_key = {
@@ -328,7 +345,7 @@ class RemoteBackend(RemoteBackendBase):
                     tokens=record.start + record.ids.size,
                     bytes=sum(before.nbytes for before in path),
                     pinned=record.unit in pinned,
-                    unused_for=latest_tick - tick if tick else None,
+                    unused_for=len(sorted_ticks) - bisect_right(sorted_ticks, tick) if tick else None,
                     is_complete=isinstance(record, StateRecord) or not namespace.needs_state,
                     last_ids=tuple(record.ids[-MAX_LAST_IDS:].tolist()),
                     key=key,
@@ -358,18 +375,28 @@ class RemoteBackend(RemoteBackendBase):
         name = f"{_LABELS_FOLDER}/{StoredText(namespace, ids).key.hex()}"
         return next((label for label, _ in self._iter_labels_of([name])), None)
 
-    def iter_labels(self) -> Iterator[tuple[str, StoredText]]:
-        names = [f"{_LABELS_FOLDER}/{name}" for name in self.key_values.list_names(_LABELS_FOLDER)]
-        for begin_index in range(0, len(names), NAMES_PER_REQUEST):
-            yield from self._iter_labels_of(names[begin_index : begin_index + NAMES_PER_REQUEST])
+    def list_label_keys(self) -> list[bytes]:
+        names = self.key_values.list_names(_LABELS_FOLDER)
+        return [bytes.fromhex(name) for name in names if _UNIT_NAME_REGEX.fullmatch(name)]
 
-    def _iter_labels_of(self, names: Sequence[str]) -> Iterator[tuple[str, StoredText]]:
+    def iter_labels(
+        self, keys: Sequence[bytes] | None = None, *, all_namespaces: bool = False
+    ) -> Iterator[tuple[str, StoredText]]:
+        keys = self.list_label_keys() if keys is None else keys
+        names = [f"{_LABELS_FOLDER}/{key.hex()}" for key in keys]
+        for begin_index in range(0, len(names), NAMES_PER_REQUEST):
+            batch = names[begin_index : begin_index + NAMES_PER_REQUEST]
+            yield from self._iter_labels_of(batch, all_namespaces=all_namespaces)
+
+    def _iter_labels_of(
+        self, names: Sequence[str], *, all_namespaces: bool = False
+    ) -> Iterator[tuple[str, StoredText]]:
         for data in self.key_values.get_many(names):
             with suppress(KvmnnError):
                 if data is not None:
                     label = parse_document(data, "a label", _MAX_SESSION_BYTES).get("name").read_str()
                     text = StoredText(*_decode_saved_text(data, "a label", label, self.cipher.secret))
-                    if text.namespace.tenant == self.tenant:
+                    if all_namespaces or text.namespace.tenant == self.tenant:
                         yield label, text
 
     def delete_labels(self, keys: Sequence[bytes]) -> None:

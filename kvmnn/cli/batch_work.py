@@ -93,15 +93,16 @@ class CommandWork:
             arguments.output, arguments.named = None, task.output
             arguments.force |= task.replace
             os.makedirs(os.path.dirname(os.path.abspath(task.output)), exist_ok=True)
+        code = 0
         with streams.capture_output() as captured:
             try:
                 with InputGuard():
-                    arguments.run(arguments)
+                    code = arguments.run(arguments)
             except Exception as exc:
                 streams.write_error_line("error", entry_point.describe_error(exc, arguments)[0])
             except SystemExit:
                 pass  # and why was said
-        error = "; ".join(captured.errors) or None
+        error = "; ".join(captured.errors) or ("is incomplete (its document says what is missing)" if code else None)
         return TaskOutcome(captured.document, error, tuple(captured.notes))
 
 

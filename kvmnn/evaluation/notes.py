@@ -241,9 +241,10 @@ def _describe_missed_sizes(rows: Sequence[ResultRow]) -> Iterator[str]:
         codec = None if row.codec is None else create_codec(row.codec)
         if not isinstance(codec, TransformCodec) or not codec.has_size or not row.quantized_bits:
             continue
-        name, target = ("ratio", codec.ratio) if codec.ratio else ("bits", codec.bits)
-        reached = 16 / row.quantized_bits if codec.ratio else row.quantized_bits
-        if is_size_missed(reached, target):
+        is_ratio = codec.ratio is not None
+        name, target = ("ratio", codec.ratio) if is_ratio else ("bits", codec.bits)
+        reached = 16 / row.quantized_bits if is_ratio else row.quantized_bits
+        if target is not None and is_size_missed(reached, target):
             missed.append(f"{row.label}: {name} {target:g} was asked for, {reached:.3g} reached")
     if missed:
         yield (

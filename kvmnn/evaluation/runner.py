@@ -25,6 +25,7 @@ from ..files.journal import JournalFormat, KeyedJournal
 from ..files.urls import redact_url
 from ..lm.documents import Document, Ids, TextOptions, read_documents
 from ..lm.importer.import_result import describe_weights
+from ..lm.kv_store import LosslessStore
 from ..lm.onnx.model_files import CACHED_GRAPH_MARK, find_model
 from ..lm.tokenizer import Tokenizer
 from ..lm.warm_start import InitialCache, read_initial_cache, read_model_interface
@@ -541,6 +542,10 @@ def evaluate(
     if token_ids is not None and (initial_source is None or isinstance(initial_source, InitialCache)):
         raise OptionError("token_ids are those of a start that is read: expected a start that is a cache")
     policy_configurations = combine_codecs(resolve_configurations(policies, budgets, settings.tokens), codecs)
+    if (settings.packed or settings.lossless) and any(entry.codec is not None for entry in policy_configurations):
+        raise OptionError(
+            f"codecs (--quant) and {'--layout' if settings.packed else '--lossless'}: a cache is held in one of them"
+        )
     if not policy_configurations and settings.runtime_config is not None and settings.runtime_config.is_lossy:
         # The full cache stays as the model computes it, for comparison: this one evicts nothing either.
         uncut = build_configuration("recent_only", {"budget": settings.tokens})
@@ -565,7 +570,7 @@ def evaluate(
             initial_cache = loaded_cache if loaded_cache is initial_source else stack.enter_context(loaded_cache)
             configurations = build_start_configurations(initial_cache, policy_configurations)
         loaded_documents = _load_documents(model, documents, tokenizer, settings.tokens, text_options, notes, bos_notes)
-        _check_model_limits(model, configurations, loaded_documents)
+        _check_model_limits(model, configurations, loaded_documents, settings)
         if initial_cache is not None:
             loaded_documents = trim_documents(initial_cache, loaded_documents, tokenizer or model)
             oriented_cache = match_layout(initial_cache, model, loaded_documents[0].ids, settings)
@@ -593,11 +598,18 @@ def evaluate(
         return evaluation.to_result(cell_plan, store, refusal_reasons)
 
 
-def _check_model_limits(path: PathLike, configurations: Sequence[Configuration], documents: Sequence[Document]) -> None:
+def _check_model_limits(
+    path: PathLike,
+    configurations: Sequence[Configuration],
+    documents: Sequence[Document],
+    settings: EvaluationSettings,
+) -> None:
     """Raise an error for settings that exceed the model's size, and for bad files, before anything is measured."""
     model = read_model_interface(path)
     for entry in configurations:
         entry.create_policy().check_layers(model.layers)
+    if settings.runtime_config is not None:  # a profile that is missing or unfit would be refused after the full cache
+        LosslessStore(model, settings.runtime_config, per_head=False)
     for spec in dict.fromkeys(entry.codec for entry in configurations if entry.codec is not None):
         codec = create_codec(spec)
         if codec is not None and codec.reads_file:  # formats that do not fit the model are refused row by row

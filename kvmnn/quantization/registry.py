@@ -46,9 +46,10 @@ def create_codec(spec: str) -> CacheCodec | None:
     for key, text in texts.items():
         if key not in option_names:
             raise KvmnnError(f"{name} has no option {key!r}: expected {', '.join(option_names)}")
-        if type_hints[key] in (int, float):
+        number_type = next((kind for kind in (int, float) if type_hints[key] in (kind, kind | None)), None)
+        if number_type is not None:
             try:
-                options[key] = type_hints[key](text)
+                options[key] = number_type(text)
             except ValueError:
                 raise KvmnnError(f"{name}: {key} is {text!r}: expected a number") from None
         else:

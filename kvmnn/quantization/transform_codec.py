@@ -85,7 +85,7 @@ class TransformCodec(CacheCodec):
     profile
         The profile of the model (`kvmnn.profiles`), made with a model's sensitivities where `kl` is to be known.
     kl, ratio, bits
-        As of `kvmnn.transform.TransformOptions`; 0 is unspecified, and none of them is 0.002 nats.
+        As of `kvmnn.transform.TransformOptions`: at most one, 0.002 nats by default.
     below
         Layers below that predict a layer; -1: as many as the profile has tables for.
     block
@@ -93,9 +93,9 @@ class TransformCodec(CacheCodec):
     """
 
     profile: str = ""
-    kl: float = 0.0
-    ratio: float = 0.0
-    bits: float = 0.0
+    kl: float | None = None
+    ratio: float | None = None
+    bits: float | None = None
     below: int = -1
     block: int = 64
 
@@ -117,14 +117,14 @@ class TransformCodec(CacheCodec):
     @property
     def has_size(self) -> bool:
         """Return whether a size is specified, and not a loss."""
-        return bool(self.ratio or self.bits)
+        return self.ratio is not None or self.bits is not None
 
     def build_options(self, first: int, is_per_head: bool = False) -> TransformOptions:
         """Return the options of streams whose first tokens are stored exactly."""
         return TransformOptions(
-            kl=self.kl or None,
-            ratio=self.ratio or None,
-            bits=self.bits or None,
+            kl=self.kl,
+            ratio=self.ratio,
+            bits=self.bits,
             below=None if is_per_head or self.below == -1 else self.below,
             first=first,
         )

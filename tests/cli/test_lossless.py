@@ -100,6 +100,33 @@ def test_lossless_invalid_options_are_refused(run: Run, options: list[str], mess
         assert message in err and err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--lossless", "store", "--quant", "q8_0"], "codecs (--quant) and --lossless: a cache is held in one"),
+        (["--layout", "x86-avx2", "--quant", "q8_0"], "codecs (--quant) and --layout: a cache is held in one"),
+        (["--lossless", "store:codec=transform,profile=none.kvmp"], "none.kvmp: does not exist"),
+    ],
+)
+def test_eval_refuses_before_any_row_runs(
+    run: Run, monkeypatch: pytest.MonkeyPatch, options: list[str], message: str
+) -> None:
+    monkeypatch.setattr("kvmnn.evaluation.runner.run_tasks", None)  # a row that runs is a TypeError
+    err = run(
+        "eval",
+        FIXTURE,
+        "--text",
+        TEXT,
+        "--policy",
+        "streaming",
+        "--budget",
+        64,
+        *options,
+        code=2 if "--quant" in options else 1,
+    ).err
+    assert message in err and "Error" not in err
+
+
 def test_lossless_invalid_engine_config_names_the_file(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "c.json"
     path.write_text('{"kv_lossless_frontn": 1}')

@@ -82,6 +82,12 @@ def test_small_profiles_and_missed_ratios_are_noted(run, work, tmp_path) -> None
     assert "made of 500 tokens" in encoded.out and "ratio 40 was asked for" in encoded.out
     lossless = run("encode", work / "kv", "-o", tmp_path / "t/", "--codec", f"profile:{work / 'p.kvmp'}")
     assert "500 tokens" not in lossless.out
+    encoded = run(
+        "encode", work / "kv", "-o", tmp_path / "u/", "--codec", f"transform:{work / 'p.kvmp'},ratio=4,below=0"
+    )
+    reached = json.loads((tmp_path / "u" / "layers.json").read_text())
+    ratio = reached["raw_bytes"] / reached["stored_bytes"] / 2  # of fp32
+    assert ("was asked for" in encoded.out) == (abs(ratio / 4 - 1) > 0.05)
 
 
 @pytest.mark.parametrize(
@@ -316,6 +322,31 @@ def test_measure_with_a_profile_counts_the_bytes_that_encode_writes(run, work, t
 def test_measure_with_a_profile_refuses_idle_options(run, work, words, message) -> None:
     assert message in run("measure", work / "kv", "--codec", f"profile:{work / 'p.kvmp'}", *words, code=2).err
     assert "expected profile:FILE" in run("measure", work / "kv", "--codec", "dense", code=2).err
+
+
+@pytest.mark.slow
+def test_verify_of_several_folders_of_layer_streams_has_a_verdict_of_each(run, work, tmp_path) -> None:
+    folders = [tmp_path / name for name in ("a", "b")]
+    for folder, codec in zip(folders, ("profile", "transform"), strict=True):
+        run("encode", work / "kv", "-o", folder, "--codec", f"{codec}:{work / 'p.kvmp'}")
+    lines = [json.loads(line) for line in run("verify", *folders, "--jobs", "1").out.splitlines()]
+    assert [(line["ok"], line["document"]["label"]) for line in lines] == [(True, "LOSSLESS"), (True, "LOSSY")]
+    (folders[1] / "layer_2.kvmx").unlink()
+    for verb in ("verify", "inspect"):
+        lines = [json.loads(line) for line in run(verb, tmp_path, "--jobs", "1", code=1).out.splitlines()]
+        assert [line["ok"] for line in lines] == [True, False]
+    shown = run("inspect", *folders, code=1).out
+    assert "INCOMPLETE: layer_2.kvmx: missing" in shown and "5 of 6 layer streams" in shown
+
+
+def test_store_import_of_profile_streams_into_a_new_store_keeps_their_codec(run, work, tmp_path) -> None:
+    ids = ["--token-ids", work / "kv" / "token_ids.json"]
+    run("store put", tmp_path / "s", work / "kv", *ids, "--fingerprint", "m", "--codec", f"profile:{work / 'p.kvmp'}")
+    run("store export", tmp_path / "s", *ids, "-o", tmp_path / "x.kv")
+    for name, words, codec in (("t", [], "profile"), ("u", ["--codec", "dense"], "dense")):
+        noted = run("store import", tmp_path / name, tmp_path / "x.kv", "--profile", work / "p.kvmp", *words).err
+        assert ("is of profile streams by" in noted) == (codec == "profile")
+        assert json.loads(run("store stat", tmp_path / name, "--json").out)["codec"] == codec
 
 
 def test_bench_with_a_profile_measures_the_cache_as_a_whole(run, work) -> None:

@@ -231,6 +231,7 @@ def test_transform_codec_refuses_what_it_cannot_code(profile: Path) -> None:
         (f"transform:profile={profile},bits=1,ratio=2", "one of them"),
         (f"transform:profile={profile},below=3", "below"),
         (f"transform:profile={profile},kl=x", "expected a number"),
+        (f"transform:profile={profile},kl=0", "kl is 0"),
         (f"transform:profile={profile},block=0", "block is 0"),
     ):
         with pytest.raises(KvmnnError, match=message):

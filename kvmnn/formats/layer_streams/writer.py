@@ -362,7 +362,7 @@ def _list_notes(profile: Profile, reader: LayerReader, document: LayerStreamsDoc
     reason = "the profile is of other texts"
     num_exact = min(options.first + options.recent, document.tokens)
     if ratio > target:
-        reason = "this text takes fewer bits than the profile predicts"
+        reason = "the first layers, by which steps are chosen, take more bits than the others"
     elif kl is not None and kl > 0.99 * MAX_KL:
         reason = "no larger loss is possible"
     elif num_exact * target > _MAX_EXACT_SHARE * document.tokens:

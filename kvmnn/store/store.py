@@ -44,7 +44,6 @@ from .namespace import (
     Ids,
     Namespace,
     build_namespace,
-    compute_sequence_key,
     split_windows,
     to_token_ids,
     validate_layers,
@@ -787,7 +786,7 @@ class PrefixStore:
         """
         ids = to_token_ids(token_ids)
         keys = {
-            compute_sequence_key(namespace.key, ids).hex()
+            StoredText(namespace, ids).key.hex()
             for namespace in self._with_retry(self._backend.list_namespaces)
             if (namespace.tenant, namespace.model) == (self._tenant, model) and dtype in (None, namespace.dtype)
         }

@@ -116,6 +116,7 @@ def test_encrypted_store_supports_all_calls(url: str, tmp_path: Path) -> None:
         assert sorted((entry.tokens, entry.pinned) for entry in by_label.values()) == [(130, True), (150, False)]
         assert store.resolve("my label").ids.tolist() == IDS
         assert store.resolve(by_label["my label"].key[:8]).ids.tolist() == IDS
+        assert store.describe(IDS, model=MODEL) == by_label["my label"]
         assert store.sessions() == ["a chat"]
         assert store.resume("a chat").token_ids == IDS
         stats = store.stats()

@@ -12,12 +12,16 @@ from .benchmark import (
     count_runs,
     measure,
 )
-from .codecs import LossStats
+from .codecs import BenchCodec, LossStats
+from .layer_codecs import CacheSample, GetRope, join_layers
 
 __all__ = [
     "ArrayBenchReport",
+    "BenchCodec",
     "BenchReport",
+    "CacheSample",
     "CodecBenchResult",
+    "GetRope",
     "LossStats",
     "MachineInfo",
     "Timing",
@@ -25,5 +29,6 @@ __all__ = [
     "compare_on_cache",
     "count_cache_runs",
     "count_runs",
+    "join_layers",
     "measure",
 ]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from .._util.parallel import Progress, cpu_count
-from .._util.text import MIN_RATE_BYTES, format_mb_per_second, pluralize
+from .._util.text import LOSSLESS, LOSSY, MIN_RATE_BYTES, format_mb_per_second, pluralize
 from ..arrays.array import Chunk, LazyArray
 from ..arrays.layers import collect_layers
 from ..arrays.source import Source
@@ -27,6 +27,7 @@ from ..profiles import Profile
 from ..reports.break_even import BreakEvenReport, CodecTimes, EngineTimes, compute_break_even
 from ..reports.table import Column, Table
 from . import codecs
+from . import layer_codecs as makers
 from .codecs import BenchCodec, LossStats, count_dense_bytes, explain_no_dense, make_dense_codec, make_dense_plans
 
 _NAME_COLUMNS = 25
@@ -111,6 +112,17 @@ class CodecBenchResult(Record):
             return None
         return self._compute_break_even((self.encode.wall_p95 or 0.0) + (self.decode.wall_p95 or 0.0))
 
+    @property
+    @json_key(after="version")
+    def label(self) -> str | None:
+        """Return ``LOSSY``, or ``LOSSLESS``, which every round trip is compared for; None if the codec failed."""
+        return None if self.encode is None else LOSSLESS if self.loss is None else LOSSY
+
+    @property
+    def title(self) -> str:
+        """Return the codec's name, marked if it is LOSSY."""
+        return self.codec if self.loss is None else f"{self.codec} {LOSSY}"
+
     def _compute_break_even(self, seconds: float) -> float | None:
         if not self.ratio or self.ratio <= 1:
             return None
@@ -134,7 +146,7 @@ class CodecBenchResult(Record):
         if self.encode is None or self.decode is None or self.ratio is None:
             return f"{self.codec:<{_NAME_COLUMNS}} failed: {self.error}"
         # A longer name has a line of its own: rows fit terminals of 80 columns.
-        name = self.codec if len(self.codec) <= _NAME_COLUMNS else f"{self.codec}\n"
+        name = self.title if len(self.title) <= _NAME_COLUMNS else f"{self.title}\n"
         line = f"{name}{'':<{_NAME_COLUMNS - len(name.rpartition(chr(10))[2])}} {self.ratio:>7.4f}"
         if self.raw_bytes < MIN_RATE_BYTES:
             return f"{line} {'-':>8} {'-':>8} {'-':>8} {'-':>8} {'-':>10}"
@@ -155,7 +167,7 @@ def _make_speed_column(heading: str, get: Callable[[CodecBenchResult], float | N
 
 
 _COLUMNS = (
-    Column("codec", lambda result: str(result.codec), is_left_aligned=True),
+    Column("codec", lambda result: result.title, is_left_aligned=True),
     Column("ratio", lambda result: None if result.ratio is None else f"{result.ratio:.4f}"),
     _make_speed_column("encode, CPU (MB/s)", lambda result: result.encode_bytes_per_s_cpu),
     _make_speed_column("encode, wall (MB/s)", lambda result: result.encode_bytes_per_s_wall),
@@ -359,12 +371,13 @@ def compare_on_cache(
     progress: Progress | None = None,
     engine: EngineTimes | None = None,
     link: float | None = None,
+    make_adapted: Callable[[makers.CacheSample, BenchCodec, makers.GetRope], BenchCodec] | None = None,
 ) -> BenchReport:
     """Measure codecs of whole layers on the K and V of all layers, next to those that `compare` measures on each array.
 
     Codecs of whole layers run on one thread. The other parameters are those of `compare`; of a longer cache the first
     tokens of all layers are measured. Decoded bytes of lossless codecs are compared with the input, those of lossy ones
-    with what the encoder promises.
+    with what the encoder promises. `make_adapted` is `kvmnn.calibration.make_adapted_codec`, to measure that codec too.
 
     Raises
     ------
@@ -373,8 +386,6 @@ def compare_on_cache(
     KvmnnError
         For a profile of another model.
     """
-    from . import layer_codecs as makers
-
     sample = makers.read_sample(source, max_bytes)
     profiles = [Profile.read(options.profile) for options in layer_codecs]
     for profile in profiles:
@@ -382,9 +393,12 @@ def compare_on_cache(
             profile.check_layer(layer)
     own_codecs = codecs.make_kvmnn_codecs(sample.dtype, threads)
     third_party_codecs, not_installed = codecs.find_installed_codecs(sample.dtype, threads)
+    get_rope = makers.make_rope_getter(source, profiles[0] if profiles else None)
+    dense_codec = makers.make_dense_cache_codec(sample, get_rope, threads)
     bench_codecs = [
         *(makers.apply_by_array(codec, sample) for codec in own_codecs),
-        makers.make_dense_cache_codec(sample, profiles[0], threads),
+        dense_codec,
+        *([] if make_adapted is None else [make_adapted(sample, dense_codec, get_rope)]),
         *(
             makers.make_layer_codec(sample, profile, options)
             for profile, options in zip(profiles, layer_codecs, strict=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,8 @@ from ..arrays.array import Chunk
 from ..arrays.cast import to_float32
 from ..arrays.layer_cache import LayerCache
 from ..arrays.source import Source
-from ..bundle.dense import split_into_groups
+from ..bundle.dense import search_rope, split_into_groups
+from ..dense.rope import RopeConfig, RopeFrequencies
 from ..dtypes import Elements
 from ..errors import KvmnnError, OptionError
 from ..formats.layer_streams.codecs import CacheEncoder, LayerStreamOptions, decode_cache
@@ -95,7 +96,8 @@ def _to_bytes(elements: Elements) -> Chunk:
     return np.ascontiguousarray(elements).reshape(-1).view(np.uint8)
 
 
-def _join(layers: Sequence[LayerCache]) -> Chunk:
+def join_layers(layers: Sequence[LayerCache]) -> Chunk:
+    """Return the bytes of layers as `CacheSample.words` has them."""
     return np.concatenate([_to_bytes(elements) for layer in layers for elements in (layer.keys, layer.values)])
 
 
@@ -119,16 +121,28 @@ def apply_by_array(codec: BenchCodec, sample: CacheSample) -> BenchCodec:
     )
 
 
-def make_dense_cache_codec(sample: CacheSample, profile: Profile, threads: int | None) -> BenchCodec:
-    """Make a codec for dense streams of a cache, whose K is rotated as the profile says."""
+GetRope = Callable[[int], RopeConfig | RopeFrequencies | None]
+"""How K of a layer is rotated."""
+
+
+def make_rope_getter(source: Source, profile: Profile | None) -> GetRope:
+    """Return how K is rotated: as a profile says, else as is found by trial."""
+    if profile is not None:
+        return lambda layer: profile.layers[layer].rope
+    rope = search_rope(source)
+    return lambda _: rope
+
+
+def make_dense_cache_codec(sample: CacheSample, get_rope: GetRope, threads: int | None) -> BenchCodec:
+    """Make a codec for dense streams of a cache: one of K and one of V of each layer, in order."""
     num_threads = resolve_threads(threads)
 
     def encode_group(layers: Sequence[LayerCache]) -> list[bytes]:
         has_rows = layers[0].positions.ndim == 1
-        ropes = [profile.layers[layer.layer].rope if has_rows else None for layer in layers]
+        ropes = [get_rope(layer.layer) if has_rows else None for layer in layers]
         rotations: list[Any] = []
         for rope in ropes:
-            rotations += [None if rope is None else rope.rotation, None]
+            rotations += [rope.rotation if isinstance(rope, RopeFrequencies) else rope, None]
         return dense.encode_many(
             [elements for layer in layers for elements in (layer.keys, layer.values)],
             dtype=sample.dtype,
@@ -175,10 +189,10 @@ def make_layer_codec(sample: CacheSample, profile: Profile, options: LayerStream
         return [layer.stream for layer in encoded]
 
     def decode(streams: Sequence[bytes]) -> Chunk:
-        return _join(list(decode_cache(streams, profile, options.codec)))
+        return join_layers(list(decode_cache(streams, profile, options.codec)))
 
     def check_loss(decoded: Chunk, words: Chunk) -> LossStats:
-        if not np.array_equal(decoded, _join(promised)):
+        if not np.array_equal(decoded, join_layers(promised)):
             raise KvmnnError("the streams did not decode to what the encoder promises")
         return LossStats(last_encoder[0].predicted_kl, _find_largest_error(decoded, words, sample.dtype))
 

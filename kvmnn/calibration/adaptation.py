@@ -7,16 +7,18 @@ smaller; the bytes of the profile count as part of the output.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .._util.parallel import Progress
+from ..arrays.array import Chunk
 from ..arrays.layer_cache import LayerCache
 from ..arrays.source import Source
+from ..bench import BenchCodec, CacheSample, GetRope, join_layers
 from ..bundle import DenseOptions, EncodeOptions, EncodeResult, encode_source
 from ..bundle.dense import plan_arrays
 from ..bundle.manifest import Manifest
@@ -25,6 +27,7 @@ from ..formats.layer_streams.codecs import LayerStreamOptions
 from ..formats.layer_streams.document import ADAPTED_NAME
 from ..formats.layer_streams.writer import EncodeLayersResult, LayerReader, encode_layers
 from ..linear import build_layer_tables
+from ..linear import decode_layers as decode_linear_layers
 from ..linear import encode_layers as encode_linear_layers
 from ..linear.tables import Arrays, count_weights
 from ..profiles import LayerGeometry, Profile, ProfileInfo, Statistics, TextOrigin
@@ -103,7 +106,14 @@ def encode_adapted(
         nonlocal best, note
         try:
             layer_bytes = _sum_by_layer(source, dense_options, manifest)
-            candidates = _measure_candidates(source, dense_options, layer_bytes, progress)
+            reader = LayerReader(source)
+            candidates = _measure_candidates(
+                lambda: _iter_caches(reader, progress),
+                dense_options.get_rotary,
+                layer_bytes,
+                Path(source.inputs[0] if source.inputs else "cache").name,
+                reader.dtype,
+            )
         except KvmnnError as error:
             candidates, note = [], f"tables cannot be learned: {error}"
         else:
@@ -135,16 +145,62 @@ def _sum_by_layer(source: Source, options: DenseOptions, manifest: Manifest) -> 
     return layer_bytes
 
 
+def make_adapted_codec(sample: CacheSample, dense_codec: BenchCodec, get_rope: GetRope) -> BenchCodec:
+    """Make a codec that learns tables of a sample each time, as `encode_adapted` does; stored tables count.
+
+    Parameters
+    ----------
+    dense_codec
+        Makes a dense stream of K and one of V of each layer of the sample, in order.
+    get_rope
+        How K is rotated.
+    """
+
+    def encode(words: Chunk) -> _AdaptedStreams:
+        layers = list(sample.split(words))
+        streams = dense_codec.encode(words)
+        dense_bytes = {
+            layer.layer: len(key) + len(value)
+            for layer, key, value in zip(layers, streams[::2], streams[1::2], strict=True)
+        }
+        candidates = _measure_candidates(lambda: iter(layers), get_rope, dense_bytes, "cache", sample.dtype)
+        best = min(candidates, key=lambda candidate: candidate.nbytes, default=None)
+        if best is None or best.nbytes >= sum(dense_bytes.values()):
+            return _AdaptedStreams(streams, None)
+        return _AdaptedStreams(list(encode_linear_layers(layers, best.profile, below=best.below)), best.profile)
+
+    def decode(adapted: _AdaptedStreams) -> Any:
+        if adapted.profile is None:
+            return dense_codec.decode(adapted.streams)
+        return join_layers(list(decode_linear_layers(adapted.streams, adapted.profile)))
+
+    return replace(
+        dense_codec, name="kvmnn dense, adapted", encode=encode, decode=decode, count_bytes=_AdaptedStreams.count_bytes
+    )
+
+
+class _AdaptedStreams(NamedTuple):
+    streams: list[bytes]
+    #: None for dense streams.
+    profile: Profile | None
+
+    def count_bytes(self) -> int:
+        return sum(map(len, self.streams)) + (0 if self.profile is None else self.profile.nbytes)
+
+
 def _measure_candidates(
-    source: Source, options: DenseOptions, dense_bytes: Mapping[int, int], progress: Progress | None
+    get_caches: Callable[[], Iterator[LayerCache]],
+    get_rope: GetRope,
+    dense_bytes: Mapping[int, int],
+    name: str,
+    dtype: str,
 ) -> list[_Candidate]:
     """Learn tables of each number of layers below, and measure them: all, and without those that do not pay."""
-    reader = LayerReader(source)
-    layers, tables_by_below, num_tokens = _learn_tables(_iter_caches(reader, progress), options)
+    layers, tables_by_below, num_tokens = _learn_tables(get_caches(), get_rope)
     info = ProfileInfo(
-        model=Path(source.inputs[0] if source.inputs else "cache").name,
+        model=name,
         fingerprint=None,
-        dtype=reader.dtype,
+        dtype=dtype,
         texts=(TextOrigin(name="the cache itself", sha256=None, tokens=num_tokens),),
         layers=tuple(layers),
     )
@@ -152,14 +208,14 @@ def _measure_candidates(
     for below, tables in tables_by_below.items():
         if not any(tables):
             continue
-        candidate = _measure(info, tables, below, _iter_caches(reader, progress))
+        candidate = _measure(info, tables, below, get_caches())
         candidates.append(candidate)
         paying = [
             arrays if _count_bytes(arrays) < dense_bytes.get(layer, 0) - candidate.layer_bytes[layer] else {}
             for layer, arrays in enumerate(tables)
         ]
         if any(paying) and list(map(len, paying)) != list(map(len, tables)):
-            candidates.append(_measure(info, paying, below, _iter_caches(reader, progress)))
+            candidates.append(_measure(info, paying, below, get_caches()))
     return candidates
 
 
@@ -176,7 +232,7 @@ def _measure(info: ProfileInfo, tables: Sequence[Arrays], below: int, caches: It
 
 
 def _learn_tables(
-    caches: Iterable[LayerCache], options: DenseOptions
+    caches: Iterable[LayerCache], get_rope: GetRope
 ) -> tuple[list[LayerGeometry], dict[int, list[Arrays]], int]:
     """Return the layers, tables by number of layers below and layer, and the tokens; two layers are in memory."""
     layers: list[LayerGeometry] = []
@@ -184,7 +240,7 @@ def _learn_tables(
     num_tokens = 0
     lower: LayerCache | None = None
     for cache in caches:
-        layers.append(LayerGeometry.from_cache(cache, options.get_rotary(cache.layer)))
+        layers.append(LayerGeometry.from_cache(cache, get_rope(cache.layer)))
         pair = [cache] if lower is None or lower.positions.ndim != 1 else _select_common_tokens(lower, cache)
         geometries = layers[-len(pair) :]
         chosen = [below for below in _BELOW_CHOICES if _can_pay(cache, geometries, below)]

@@ -90,9 +90,8 @@ def parse_options(text: str, *, verify: bool = True) -> LayerStreamOptions:
 
 def add_codec_option(parser: Any, help_text: str, **settings: Any) -> None:
     """Add ``--codec`` for codecs of layer streams only."""
-    parser.add_argument(
-        "--codec", type=parse_layer_codec, metavar="profile:FILE|transform:FILE", help=help_text, **settings
-    )
+    defaults = {"type": parse_layer_codec, "metavar": "profile:FILE|transform:FILE"}
+    parser.add_argument("--codec", help=help_text, **{**defaults, **settings})
 
 
 def add_profile_option(parser: Any) -> None:

@@ -576,6 +576,8 @@ class StoreStats(Record):
     codec_options: Mapping[str, float] = field(default_factory=dict, metadata={"omit": True})
     #: Whether K and V are not exactly those that were put.
     is_lossy: bool = field(default=False, metadata={"omit": True})
+    #: Lossy units whose steps went by attention; None for none that are lossy, and past this machine.
+    attention_units: int | None = field(default=None, metadata={"omit": True})
     #: Whether the store is encrypted.
     is_encrypted: bool = field(default=False, metadata={"omit": True})
     #: What each namespace has; only if it was asked for.
@@ -604,6 +606,8 @@ class StoreStats(Record):
         options_text = ", ".join(f"{name}={value:g}" for name, value in self.codec_options.items())
         lines += [f"  codec options {options_text}"] if options_text else []
         lines += [f"  {_LOSSY_TEXT}"] if self.is_lossy else []
+        if self.attention_units is not None:
+            lines.append(f"  {self.attention_units:,} of {pluralize(self.units, 'unit')} with steps by attention")
         lines += [f"  its units need the profile {self.profile[:16]}"] if self.profile else []
         lines += ["  encrypted"] if self.is_encrypted else []
         counters = {} if self.usage is None else self.usage.counters

@@ -275,6 +275,16 @@ def parse_header(data: Bytes) -> UnitHeader:
     return UnitHeader(namespace, parent, start, ids, dense, layer_info, frame_rows, size)
 
 
+def has_attention_steps(header: UnitHeader, data: Bytes) -> bool:
+    """Return whether the lossy streams of a unit have steps by attention; `data` begins with the header."""
+    flags_at = header.nbytes + _STREAM_FLAGS_OFFSET
+    return header.is_lossy and data.size > flags_at and bool(data[flags_at] & _ATTENTION_FLAG)
+
+
+_STREAM_FLAGS_OFFSET, _ATTENTION_FLAG = 7, 1
+"""In the header of a transform stream (docs/format-transform.md)."""
+
+
 def is_lossy_unit(data: Bytes) -> bool:
     """Return whether the bytes are a unit whose streams decode to other elements than were put."""
     try:

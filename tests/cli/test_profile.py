@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 
+import linear_samples
 import numpy as np
 import pytest
 from repository import FIXTURES
@@ -361,12 +362,33 @@ def test_bench_with_a_profile_measures_the_cache_as_a_whole(run, work) -> None:
         measured = json.loads(run("measure", work / "kv", "--codec", codec, "--json").out)
         assert results[name]["stored_bytes"] == measured["stored_bytes"] and results[name]["decode"]["cpu"] > 0
     assert "loss" not in results["profile"] and results["transform ratio=4"]["loss"]["label"] == "LOSSY"
+    labels = {name: result["label"] for name, result in results.items() if result["decode"]}
+    assert labels.pop("transform ratio=4") == "LOSSY" and set(labels.values()) == {"LOSSLESS"}
     largest = max(
         max(layer["errors"][f"max_{part}_error"] for part in ("key", "value")) for layer in measured["layers"]
     )
     assert results["transform ratio=4"]["loss"]["max_error"] == pytest.approx(largest, rel=1e-5)
     assert results["profile"]["dominated_by"] != "transform ratio=4"
     assert "kvmnn dense" in {result["codec"] for result in document["break_even"]["codecs"]}
+
+
+def test_bench_adapted_codec_takes_the_bytes_of_encode(run, tmp_path) -> None:
+    cache = linear_samples.make_cache(2048, 2)
+    np.savez(tmp_path / "kv.npz", **{
+        f"layer_{layer.layer}.{part}": elements
+        for layer in cache for part, elements in (("key", layer.keys), ("value", layer.values))
+    })  # fmt: skip
+    encoded = json.loads(
+        run("encode", tmp_path / "kv.npz", "-o", tmp_path / "s/", "--codec", "dense", "--adapt", "--json").out
+    )
+    [array] = json.loads(run("bench", tmp_path / "kv.npz", "--repeats", "1", "--codec", "adapt", "--json").out)[
+        "arrays"
+    ]
+    results = {result["codec"]: result for result in array["results"]}
+    assert results["kvmnn dense, adapted"]["error"] is None
+    # the tables are of one size, but for the name of the cache that they have
+    assert abs(results["kvmnn dense, adapted"]["stored_bytes"] - encoded["stored_bytes"]) < 16
+    assert results["kvmnn dense, adapted"]["stored_bytes"] < results["kvmnn dense"]["stored_bytes"]
 
 
 def test_bench_with_a_profile_cuts_all_layers_to_the_sample(run, work) -> None:

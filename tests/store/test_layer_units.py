@@ -533,6 +533,19 @@ def test_import_of_lossy_units_of_equal_options_stores_the_same_streams(
         assert streams[0] == streams[1] and len(streams[0]) == 3
 
 
+def test_store_stats_count_units_with_steps_by_attention(tmp_path: Path) -> None:
+    attention = np.random.default_rng(3).uniform(0.1, 1, (4, 2, 700))
+    with PrefixStore(tmp_path / "s", codec="transform", profile=PROFILE) as store:
+        store.put(IDS, CACHES, model=MODEL)
+        assert store.stats().attention_units == 0
+        store.put(IDS, CACHES, model="other", attention=attention)
+        stats = store.stats()
+    assert (stats.units, stats.attention_units, stats.to_dict()["attention_units"]) == (4, 2, 2)
+    assert "2 of 4 units with steps by attention" in str(stats)
+    with PrefixStore(tmp_path / "t", codec="profile", profile=make_profile()) as store:
+        assert store.stats().attention_units is None and "attention" not in str(store.stats())
+
+
 def read_streams(path: Path) -> list[bytes]:
     """The streams of a unit's file."""
     return [bytes(frame.data) for frame in parse_unit(np.frombuffer(path.read_bytes(), np.uint8)).frames]

@@ -56,7 +56,10 @@ def add_parser(subparsers: Any) -> None:
     )
     layer_stream_options.add_codec_option(
         parser,
-        "measure this codec of a model's profile on all layers together, next to the others (repeatable)",
+        "measure this codec of a model's profile on all layers together, next to the others (repeatable); adapt: "
+        "dense streams with tables that are learned in the cache (encode --adapt), which takes long",
+        type=_parse_codec,
+        metavar="profile:FILE|transform:FILE|adapt",
         action="append",
         default=[],
     )
@@ -64,6 +67,13 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--max", action="store_true", help="measure effort max on all the data, not on its first MiB")
     parser.accept("--threads", default=1)
     shared_options.accept_table(parser)
+
+
+_ADAPT = "adapt"
+
+
+def _parse_codec(text: str) -> str:
+    return text if text == _ADAPT else layer_stream_options.parse_layer_codec(text)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -97,9 +107,15 @@ def _run_on_cache(arguments: argparse.Namespace) -> int:
         raise UsageError("--max is about effort max, which is not measured with --codec")
     source = input_sources.load(arguments.inputs, arguments, with_frames=True)
     input_sources.report_skipped(source, arguments)
-    options = [layer_stream_options.parse_options(text) for text in arguments.codec]
+    options = [layer_stream_options.parse_options(text) for text in arguments.codec if text != _ADAPT]
+    make_adapted = None
+    if _ADAPT in arguments.codec:
+        from ...calibration import make_adapted_codec
+
+        make_adapted = make_adapted_codec
     dtype = source.arrays[0].dtype if source.arrays else "fp16"
-    total = count_cache_runs(dtype, len(options), arguments.repeats, arguments.threads)
+    num_codecs = len(options) + (make_adapted is not None)
+    total = count_cache_runs(dtype, num_codecs, arguments.repeats, arguments.threads)
     with console.progress_bar(arguments, total, "bench", unit="turn") as step:
         report = compare_on_cache(
             source,
@@ -110,6 +126,7 @@ def _run_on_cache(arguments: argparse.Namespace) -> int:
             progress=step,
             engine=break_even_options.read_engine_times(arguments),
             link=arguments.load_speed,
+            make_adapted=make_adapted,
         )
     console.show_result(arguments, "bench", report)
     return 0

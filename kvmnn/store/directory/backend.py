@@ -1000,6 +1000,7 @@ class DirectoryBackend:
             policy=self.policy,
             profile=self.settings.profile.key if self.settings.profile else "",
             is_lossy=self.settings.is_lossy or has_lossy,
+            attention_units=self._count_attention_units(own) if self.settings.is_lossy else None,
             asked_tokens=requested_tokens,
             found_tokens=hit_tokens,
         )
@@ -1014,6 +1015,11 @@ class DirectoryBackend:
             return sum_by_namespace(
                 (self._parse_space(document).tenant, units, tokens, nbytes) for document, units, tokens, nbytes in rows
             )
+
+    def _count_attention_units(self, condition: str) -> int:
+        with self.index.begin_reading() as cursor:
+            units = cursor.list_numbers(f"SELECT id FROM unit WHERE tokens > 0 AND {condition}", ())
+        return sum(map(self.files.has_attention_steps, units))
 
     def _count_lost_pins(self, cursor: ValidatingCursor, space_ids: Sequence[int] | None) -> int:
         """Count the pins of texts that are lost, in some namespaces or (None) in all.

@@ -36,6 +36,7 @@ from ..unit import (
     DamagedUnitError,
     TableSets,
     UnitHeader,
+    has_attention_steps,
     make_object_name,
     parse_header,
 )
@@ -110,6 +111,14 @@ class UnitFiles:
             return None if data is None else parse_header(data)
         except DamagedUnitError:
             return None
+
+    def has_attention_steps(self, unit: int) -> bool:
+        """Return whether the lossy streams of a unit have steps by attention."""
+        data = self.read_unit(unit)
+        try:
+            return data is not None and has_attention_steps(parse_header(data), data)
+        except DamagedUnitError:
+            return False
 
     def has_readable_unit(self, units: Iterable[int]) -> bool:
         """Return whether any of these units can be read as one of this store; state units count."""

@@ -395,7 +395,8 @@ class StoreListing(Record):
         shared_note = f" (the rows have {row_bytes:,}, as texts share beginnings)" if row_bytes > self.bytes else ""
         total_text = f"{pluralize(len(lines), 'text')}, {self.bytes:,} bytes in all{shared_note}"
         if self.namespaces:
-            return f"no texts outside of the {pluralize(self.namespaces, 'namespace')} (--namespace NAME)"
+            namespaces_text = pluralize(self.namespaces, "namespace")
+            return f"no texts outside of the {namespaces_text} (--namespace NAME; store stat --namespaces lists them)"
         return "\n".join([*lines, total_text]) if lines else "no texts"
 
 

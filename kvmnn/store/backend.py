@@ -146,8 +146,8 @@ def explain_settings(path: str | Path, cipher: StoreCipher, headers: Sequence[Un
     example = encode_settings(settings, with_checksum=False).decode().strip()
     guess = "all values are guesses"
     if headers:
-        known_names = "codec" if settings.profile is None else "codec and key of the profile"
-        guess = f"{known_names} are those of the units, other values are guesses"
+        known_text = "codec is that" if settings.profile is None else "codec and key of the profile are those"
+        guess = f"{known_text} of the units, other values are guesses"
     return f"write what the store was made with into {path}, such as {example} ({guess})"
 
 

@@ -375,7 +375,7 @@ def test_units_say_lossy_whatever_the_settings_say(tmp_path: Path) -> None:
             store.export(IDS, tmp_path / "x.kvmnn", model=MODEL)
 
 
-@pytest.mark.parametrize("change", ["removed", "dense"])
+@pytest.mark.parametrize("change", ["removed", "dense", "profile"])
 def test_remote_transform_store_with_lost_or_wrong_settings_stays_lossy(tmp_path: Path, change: str) -> None:
     pytest.importorskip("fsspec")
     url, settings = f"file://{tmp_path}/r", tmp_path / "r" / "store" / "about"
@@ -385,9 +385,9 @@ def test_remote_transform_store_with_lost_or_wrong_settings_stays_lossy(tmp_path
     del document["checksum"]
     settings.unlink() if change == "removed" else settings.write_text(json.dumps(document | {"codec": change}))
     with PrefixStore(url, profile=PROFILE, create=False) as store:
-        assert store.codec == ("transform" if change == "removed" else change)
-        for words in ("is missing", "new units have kl=0.002"):
-            assert [(words in note) for note in store.notes] == [True] * (change == "removed")
+        assert store.codec == "transform" and store.find(IDS, model=MODEL).is_lossy
+        for words in ("is missing" if change == "removed" else "says that units are ", "new units have kl=0.002"):
+            assert [(words in note) for note in store.notes] == [True]
         assert store.get(IDS, model=MODEL).label == store.get_by_layer(IDS, model=MODEL).label == "LOSSY"
         assert "LOSSY" in str(store.stats()) and "LOSSY" in str(store.ls())
 

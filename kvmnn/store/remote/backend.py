@@ -20,6 +20,9 @@ import numpy as np
 from ...dtypes import Bytes
 from ...errors import KvmnnError, ManifestError, OptionError, OutputError, SourceError
 from ..backend import (
+    CODEC_DESCRIPTIONS,
+    PLAIN_CODECS,
+    STORE_CODECS,
     AddResult,
     BackendUnavailableError,
     ConcurrentUpdateError,
@@ -38,7 +41,7 @@ from ..backend import (
     parse_settings,
     select_fitting,
 )
-from ..encryption import NO_CIPHER, StoreCipher, check_key_matches, infer_key_check
+from ..encryption import NO_CIPHER, StoreCipher, UnsealError, check_key_matches, infer_key_check
 from ..namespace import (
     Ids,
     Namespace,
@@ -247,9 +250,9 @@ class RemoteBackendBase:
             self.key_values.put_many({f"spaces/{namespace.key.hex()}": self._encode_namespace(namespace)})
 
     def _encode_namespace(self, namespace: Namespace) -> bytes:
-        """Return the document of a namespace, with its place in the order of first puts."""
+        """Return the document of a namespace, with its place in the order of first puts, and the codec of the store."""
         number = self._namespace_numbers.get(namespace.key.hex(), max(self._namespace_numbers.values(), default=0) + 1)
-        return json.dumps({**json.loads(namespace.to_json()), "number": number}).encode()
+        return json.dumps({**json.loads(namespace.to_json()), "number": number, "codec": self.codec}).encode()
 
     def has_sequences(self, namespace: Namespace) -> bool:
         folder = make_records_folder(namespace.key) if namespace.layers else STATES_FOLDER_PREFIX + namespace.key.hex()
@@ -721,7 +724,8 @@ class RemoteBackendBase:
     def _load_settings(self) -> StoreSettings:
         label = f"{self.label}: {SETTINGS_NAME}"
         (data,) = self.key_values.get_many([SETTINGS_NAME])
-        stored_key_check = self._infer_key_check(data, label)
+        samples = self._read_samples()
+        stored_key_check = self._infer_key_check(samples, data, label)
         if data is None:
             is_foreign = SETTINGS_NAME.partition("/")[0] in self.key_values.list_foreign()
             if not is_foreign and self.key_values.list_tree(RECORDS_FOLDER_PREFIX):
@@ -745,19 +749,37 @@ class RemoteBackendBase:
             if not settings.key_check:
                 problem = "not encrypted, and its values are"
             settings = self._infer_settings(ManifestError(f"{label}: says that the store is {problem}"))
+        other_codec = self._find_other_codec(samples, settings.codec)
+        if other_codec is not None and self.key_values.list_tree(RECORDS_FOLDER_PREFIX):
+            text = f"units are {CODEC_DESCRIPTIONS[settings.codec]}, and they are {CODEC_DESCRIPTIONS[other_codec]}"
+            settings = self._infer_settings(ManifestError(f"{label}: says that {text}"))
         return self._check_settings(settings)
 
-    def _infer_key_check(self, settings_data: bytes | None, label: str) -> str | None:
+    def _read_samples(self) -> list[tuple[str, Bytes]]:
+        """Return names and bytes of namespaces as they are stored; of units where there are none."""
+        names = [f"spaces/{name}" for name in self.key_values.list_names("spaces")[:_MAX_SAMPLED_RECORDS]]
+        if not names:  # the engine may have evicted them
+            names = [f"units/{name}" for name in self.key_values.list_names("units")[:_MAX_ADVICE_UNITS]]
+        values = zip(names, self.key_values.get_stored_many(names), strict=True)
+        return [(name, np.frombuffer(data, np.uint8)) for name, data in values if data is not None]
+
+    def _find_other_codec(self, samples: Sequence[tuple[str, Bytes]], codec: str) -> str | None:
+        """Return the codec that a namespace records, if it is another; dense streams and frames may be in one store."""
+        for name, data in samples:
+            with suppress(UnsealError, ValueError, TypeError, KeyError):  # a damaged one, or a unit
+                other_codec = str(json.loads(self.cipher.unseal(data.tobytes(), name))["codec"])
+                if other_codec in STORE_CODECS and other_codec != codec and not {codec, other_codec} <= {*PLAIN_CODECS}:
+                    return other_codec
+        return None
+
+    def _infer_key_check(
+        self, samples: Sequence[tuple[str, Bytes]], settings_data: bytes | None, label: str
+    ) -> str | None:
         """Return the `key_check` of what is stored; None if nothing is stored that tells it.
 
         What is stored decides, not the settings, which may be those of another store. Raises `OptionError` unless it is
         that of the key, and if the settings are those of an encrypted store and what is stored is not encrypted.
         """
-        names = [f"spaces/{name}" for name in self.key_values.list_names("spaces")[:_MAX_SAMPLED_RECORDS]]
-        if not names:  # the engine may have evicted them
-            names = [f"units/{name}" for name in self.key_values.list_names("units")[:_MAX_ADVICE_UNITS]]
-        values = zip(names, self.key_values.get_stored_many(names), strict=True)
-        samples = [(name, np.frombuffer(data, np.uint8)) for name, data in values if data is not None]
         key_check = infer_key_check(samples, self.cipher)
         if key_check is None:
             return None

@@ -29,7 +29,8 @@ test-all: $(STAMPS)/test
 	$(BIN)/pytest -rs $(WORKERS)
 
 # Against torch, transformers, kvpress, ONNX Runtime GenAI, libzstd's releases, and emulators of S3 and Google's store. What
-# reads caches of transformers runs twice: under what kvpress allows, and under the newest. LLAMA=llama-cpp-python adds
+# reads caches of transformers runs twice: under what kvpress allows, and under the newest. MNN=DIR names SmolLM2 as MNN's
+# exporter writes it, for the engine's TQ3 and TQ4. LLAMA=llama-cpp-python adds
 # llama.cpp, which pip compiles for half an hour; without it those tests are skipped. Where pip finds torch's CUDA build,
 # that takes 6 GB; the CPU's build takes 1:
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test-peers TORCH=torch==2.13.0+cpu

@@ -66,7 +66,7 @@ def add_comparison_options(parser: Any) -> None:
         action="append",
         default=[],
         metavar="SPEC",
-        help="also hold the cache in this lossy codec, alone and with every policy (repeatable): q8_0 to q4_0, "
+        help="also hold the cache in this lossy codec, alone and with every policy (repeatable): q8_0 to q4_0, tq4, "
         "kivi:k=4,v=4,group=64, transform:FILE,kl=0.002 (a profile); none: policies without one",
     )
     model_options.add_config_options(parser)

@@ -1,20 +1,22 @@
-"""llama.cpp's block formats and KIVI as codecs of a cache, bit for bit.
+"""llama.cpp's and MNN's block formats and KIVI as codecs of a cache, bit for bit.
 
-In llama.cpp's formats 32 consecutive numbers of a row share a scale in fp16, and a least number in some of them. KIVI
-groups K by channel over `group` tokens, and V by token over channels, each with a scale and a least number in fp16.
+In block formats 32 consecutive numbers of a row share a scale in fp16, and a least number in some of llama.cpp's. MNN's
+TQ3 and TQ4 rotate them first (`kvmnn.packed.rotated_codes`). KIVI groups K by channel over `group` tokens, and V by
+token over channels, each with a scale and a least number in fp16.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from ..dtypes import Floats, Part
+from ..dtypes import PARTS, Floats, Part
 from ..errors import KvmnnError
+from ..packed.rotated_codes import TQ3, TQ4, RotatedFormat
 from .codec import CacheCodec, CacheShape, Field, FieldSizes, QuantizedRows, TextCoder, measure_streams, split_bytes
 
 BLOCK_VALUES = 32
@@ -78,12 +80,13 @@ def _invert(scale: Floats) -> Floats:
 
 
 class _BlockCoder(TextCoder):
-    def __init__(self, block_format: BlockFormat, recent: int) -> None:
+    def __init__(self, block_format: BlockFormat | RotatedFormat, recent: int, parts: Sequence[Part]) -> None:
         self._format = block_format
         self._recent = recent
+        self._parts = parts
 
     def count_due(self, part: Part, num_pending: int) -> int:
-        return max(num_pending - self._recent, 0)
+        return max(num_pending - self._recent, 0) if part in self._parts else 0
 
     def quantize(
         self, layer: int, part: Part, rows: Floats, positions: npt.NDArray[np.int64], head: int = 0
@@ -95,20 +98,27 @@ class _BlockCoder(TextCoder):
 
     def measure(self, layer: int, part: Part, fields: Sequence[Field]) -> FieldSizes:
         codes, parameters = fields
-        coded_bytes = measure_streams([codes, *split_bytes(parameters)])
-        return FieldSizes(codes.size // BLOCK_VALUES * self._format.nbytes, coded_bytes)
+        plain_bytes = codes.size // BLOCK_VALUES * self._format.nbytes
+        packed_bytes = plain_bytes - parameters.nbytes  # codes of few bits may be larger coded, a byte for each
+        coded_bytes = min(measure_streams([codes]), packed_bytes) + measure_streams(split_bytes(parameters))
+        return FieldSizes(plain_bytes, coded_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockCodec(CacheCodec):
-    """A block format of llama.cpp: each row of a head in blocks of 32 numbers."""
+    """A block format: each row of a head in blocks of 32 numbers."""
 
-    block_format: ClassVar[BlockFormat]
+    block_format: ClassVar[BlockFormat | RotatedFormat]
+
+    @property
+    def quantized_parts(self) -> Sequence[Part]:
+        """Return whether K, V or both are quantised."""
+        return PARTS
 
     def start_text(self, shape: CacheShape) -> TextCoder:
         if shape.head_dim % BLOCK_VALUES:
             raise KvmnnError(f"{self.name}: blocks of {BLOCK_VALUES} numbers do not fit a head_dim of {shape.head_dim}")
-        return _BlockCoder(self.block_format, self.recent)
+        return _BlockCoder(self.block_format, self.recent, self.quantized_parts)
 
 
 def make_block_codec(name: str, bits: int, *, has_minimum: bool = False) -> type[BlockCodec]:
@@ -124,6 +134,49 @@ BLOCK_CODECS = (
     make_block_codec("q4_1", 4, has_minimum=True),
     make_block_codec("q4_0", 4),
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotatedCodec(BlockCodec):
+    """MNN's TQ3 or TQ4: K and V as ``attention_mode`` 12 and 14 store them, or K alone, as 11 and 13 do.
+
+    Parameters
+    ----------
+    parts
+        ``"both"``, or ``"keys"``: V are counted as 16 bits for each number.
+
+    Notes
+    -----
+    Where it differs: the model attends what is decoded, which costs what the format does. MNN 3.6.1 divides the scores
+    of these modes by the square root of head_dim twice, and answers nonsense.
+    """
+
+    parts: Literal["both", "keys"] = "both"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.parts not in ("both", "keys"):
+            raise KvmnnError(f"{self.name}: parts is {self.parts!r}: expected 'both' or 'keys'")
+
+    @property
+    def quantized_parts(self) -> Sequence[Part]:
+        return PARTS if self.parts == "both" else PARTS[:1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TQ4Codec(RotatedCodec):
+    """MNN's TQ4, 4.5 bits for each number."""
+
+    name: ClassVar[str] = "tq4"
+    block_format: ClassVar[RotatedFormat] = TQ4
+
+
+@dataclass(frozen=True, kw_only=True)
+class TQ3Codec(RotatedCodec):
+    """MNN's TQ3, 3.5 bits for each number."""
+
+    name: ClassVar[str] = "tq3"
+    block_format: ClassVar[RotatedFormat] = TQ3
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,12 +9,12 @@ from typing import Any, Final, get_type_hints
 from .._util.text import suggest
 from ..errors import KvmnnError
 from ..policies.specs import split_spec
-from .block_codecs import BLOCK_CODECS, KiviCodec
+from .block_codecs import BLOCK_CODECS, KiviCodec, TQ3Codec, TQ4Codec
 from .codec import CacheCodec
 from .transform_codec import TransformCodec
 
 CODECS: Final[Mapping[str, type[CacheCodec]]] = {
-    codec.name: codec for codec in (*BLOCK_CODECS, KiviCodec, TransformCodec)
+    codec.name: codec for codec in (*BLOCK_CODECS, TQ4Codec, TQ3Codec, KiviCodec, TransformCodec)
 }
 """Classes of codecs by name."""
 

@@ -62,6 +62,19 @@ def test_block_codecs_make_the_blocks_of_gguf(name: str) -> None:
     assert coder_of(name).measure(0, "key", found.fields).plain_bytes == BLOCKS[name].nbytes
 
 
+@pytest.mark.parametrize(("spec", "block_bytes"), [("tq3", 14), ("tq4", 18), ("tq4:parts=keys", 18)])
+def test_rotated_codecs_count_the_blocks_of_mnn(spec: str, block_bytes: int) -> None:
+    """The blocks themselves: tests/packed/test_rotated_codes.py."""
+    coder, rows = coder_of(spec), np.random.default_rng(2).standard_normal((2, 64, 64)).astype(np.float32)
+    found = coder.quantize(0, "key", rows, POSITIONS)
+    sizes = coder.measure(0, "key", found.fields)
+    assert sizes.plain_bytes == rows.size // 32 * block_bytes
+    assert 0 < sizes.coded_bytes <= sizes.plain_bytes + 2 * 16  # scales that do not compress are stored as they are
+    error = np.sqrt(np.mean((found.rows - rows) ** 2))
+    assert error == pytest.approx({14: 0.18, 18: 0.095}[block_bytes], rel=0.05)
+    assert coder.count_due("key", 9) == 9 and coder.count_due("value", 9) == (0 if "keys" in spec else 9)
+
+
 @pytest.mark.parametrize(("bits", "group"), [(2, 32), (4, 32), (4, 16), (8, 64)])
 @pytest.mark.parametrize("part", ["key", "value"])
 def test_kivi_reads_what_its_own_functions_read(part, bits: int, group: int) -> None:
@@ -112,6 +125,7 @@ def test_kivi_counts_groups_that_have_tokens_left() -> None:
         ("kivi:k=9", "k is 9: expected 1 to 8 bits"),
         ("kivi:group=0", "group is 0"),
         ("kivi:group=24", "recent is 128: expected a multiple of group, 24"),
+        ("tq4:parts=values", "tq4: parts is 'values': expected 'both' or 'keys'"),
         ("none:recent=3", "no codec 'none'"),
     ],
 )
@@ -126,7 +140,7 @@ def test_codec_spec_is_canonical() -> None:
     assert create_codec(codec.spec) == codec and create_codec("none") is None
 
 
-@pytest.mark.parametrize(("spec", "head_dim"), [("q8_0", 48), ("kivi:v_group=48", 64)])
+@pytest.mark.parametrize(("spec", "head_dim"), [("q8_0", 48), ("tq3", 48), ("kivi:v_group=48", 64)])
 def test_start_text_refuses_other_head_dims(spec: str, head_dim: int) -> None:
     codec = create_codec(spec)
     assert codec is not None
@@ -218,6 +232,17 @@ def test_evaluate_codecs_alone_and_with_policies() -> None:
     assert q8.coded_bits is not None and q8.coded_bits < 8.5
     assert cut.codec is None and "codec" not in cut.to_dict()
     assert any(note.startswith("Codecs: ") for note in result.notes)
+
+
+def test_evaluate_keys_alone_counts_values_as_fp16() -> None:
+    text = FIXTURES / "lm" / "texts" / "calendar.py.txt"
+    settings = EvaluationSettings(tokens=24, chunk=8, timing=False)
+    result = evaluate(FIXTURES / "lm", text, codecs=["tq4", "tq4:parts=keys"], settings=settings, jobs=0)
+    full, both, keys = result.rows
+    assert both.bytes_per_token == pytest.approx(full.bytes_per_token * 4.5 / 16)
+    assert keys.bytes_per_token == pytest.approx(full.bytes_per_token * (4.5 + 16) / 32)
+    assert (keys.label, keys.kind, keys.quantized_bits, keys.quantized_share) == ("tq4:parts=keys", "LOSSY", 4.5, 0.5)
+    assert 0 < keys.divergence.kl < 0.01 and keys.divergence.kl != both.divergence.kl and both.lossless_ratio > 0.99
 
 
 def test_evaluate_codec_equals_a_cache_quantized_by_hand() -> None:

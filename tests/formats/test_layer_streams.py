@@ -197,7 +197,10 @@ def test_inspect_layer_streams_that_are_missing_counts_what_is_there(encoded: tu
     _, streams = encoded
     whole = inspect_layers(str(streams))
     assert whole.is_loadable and "missing" not in whole.to_dict()
-    (streams / "layer_2.kvml").unlink()
+    stream = streams / "layer_2.kvml"
+    stream.write_bytes(stream.read_bytes()[:-1])
+    assert inspect_layers(str(streams)).missing == ("layer_2.kvml",)
+    stream.unlink()
     info = inspect_layers(str(streams))
     present = [entry for entry in info.document.layers if entry.layer != 2]
     num_layers = len(info.document.layers)

@@ -298,7 +298,7 @@ class LayerStreamsInfo(Record):
     #: What was compared with the original: ``"every byte"``, or of packed files ``"every live element"``.
     compared: str = field(default="every byte", metadata={"json": False})
     seconds: float = 0.0
-    #: Files of `document` that are not there: what was not decoded is described without them.
+    #: Files of `document` that are not there, or have another size: what was not decoded is described without them.
     missing: tuple[str, ...] = field(default=(), metadata={"omit": True})
     notes: tuple[str, ...] = field(default=(), metadata={"omit": True})
 
@@ -353,7 +353,7 @@ class LayerStreamsInfo(Record):
         if self.missing:
             names = ", ".join(self.missing[:_MAX_NAMED_FILES])
             more = f" and {len(self.missing) - _MAX_NAMED_FILES:,} more" if len(self.missing) > _MAX_NAMED_FILES else ""
-            lines.append(f"  INCOMPLETE: {names}{more}: missing ({LAYERS_NAME} names it)")
+            lines.append(f"  INCOMPLETE: {names}{more}: missing, or of another size than {LAYERS_NAME} says")
         lines += [f"  {line}" for line in dict.fromkeys([*describe_document(document), *self.notes])]
         return "\n".join(lines)
 
@@ -370,14 +370,22 @@ def _format_value(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def _has_size(path: Path, size: int) -> bool:
+    try:
+        return path.is_file() and path.stat().st_size == size
+    except OSError:
+        return False
+
+
 def inspect_layers(path: str) -> LayerStreamsInfo:
     """Describe a folder of layer streams, which needs no profile."""
     folder = os.path.dirname(path) if os.path.basename(path) == LAYERS_NAME else path
     document = read_layers_document(folder)
     _check_predicted_kl(folder, document)
-    names = [entry.file for entry in document.layers]
-    names += [] if document.profile_bytes is None else [document.profile_file]
-    missing = tuple(name for name in names if not Path(folder, name).is_file())
+    sizes = {entry.file: entry.nbytes for entry in document.layers}
+    if document.profile_bytes is not None:
+        sizes[document.profile_file] = document.profile_bytes
+    missing = tuple(name for name, size in sizes.items() if not _has_size(Path(folder, name), size))
     return LayerStreamsInfo(input=path, document=document, missing=missing, notes=tuple(list_losses(document.metadata)))
 
 

@@ -115,7 +115,7 @@ def test_encode_and_decode_with_a_profile(run, work, tmp_path) -> None:
     assert "LOSSLESS" in run("verify", tmp_path / "s").out
     assert "every byte" in run("verify", tmp_path / "s", "--against", work / "kv").out
     assert "equal" in run("diff", tmp_path / "s", work / "kv").out
-    run("decode", tmp_path / "s", "-o", tmp_path / "back/")
+    assert "LOSSLESS (read back, sha256 of layers.json)" in run("decode", tmp_path / "s", "-o", tmp_path / "back/").out
     for path in (work / "kv").glob("*"):
         assert (tmp_path / "back" / path.name).read_bytes() == path.read_bytes(), path.name
     shutil.move(work / "p.kvmp", tmp_path / "moved")

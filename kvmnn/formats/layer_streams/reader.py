@@ -234,6 +234,9 @@ class RestoreLayersResult(RestoreResult):
         """Return ``LOSSLESS``, ``LOSSY`` for streams that are, or ``LOSSLESS copy of LOSSY K and V``."""
         return LOSSY if self.unknown_properties else super().label
 
+    def __str__(self) -> str:
+        return super().__str__().replace("sha256 of the manifest", f"sha256 of {LAYERS_NAME}")
+
 
 def restore_layers(
     path: str,

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from .._util.text import LOSSLESS, LOSSY, pluralize
 from ..lm.documents import Document
 from ..lm.kv_store import describe_encoding
+from ..policies.heavy_hitter import H2OTokens
 from ..policies.registry import get_policy_class
 from ..policies.specs import build_policy
 from ..profiles import Profile, describe_few_tokens
@@ -31,6 +32,7 @@ def build_notes(
     yield from _describe_unequal_budgets(rows)
     yield from _describe_prompt_budgets(rows)
     yield from _describe_windows(rows)
+    yield from _describe_lost_neighbours(rows, settings)
     yield from _describe_no_eviction(rows, documents, settings)
     yield from _describe_late_eviction(rows, documents, settings)
     yield from _describe_unequal_layers(rows)
@@ -181,6 +183,22 @@ def _describe_windows(rows: Sequence[ResultRow]) -> Iterator[str]:
 
 
 _WINDOW_POLICIES = ("snapkv", "pyramidkv")
+
+
+def _describe_lost_neighbours(rows: Sequence[ResultRow], settings: EvaluationSettings) -> Iterator[str]:
+    """Warn of cuts before a chunk is attended that leave none of the tokens right before it."""
+    policies = ((row.label, build_policy(row.policy, row.options)) for row in rows if row.policy == H2OTokens.name)
+    labels = [
+        label
+        for label, policy in policies
+        if isinstance(policy, H2OTokens) and policy.buffer < settings.chunk >= policy.recent
+    ]
+    if labels:
+        yield (
+            f"Cut before a chunk is attended, as its {settings.chunk:,} tokens exceed buffer, and of all recent tokens "
+            f"only the chunk stays, as recent is no more: {'; '.join(labels)}. Its tokens attend to none of those "
+            f"right before it, which costs much: expected buffer={settings.chunk} or a larger recent."
+        )
 
 
 def _describe_profiles(rows: Sequence[ResultRow]) -> Iterator[str]:

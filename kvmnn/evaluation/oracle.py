@@ -129,3 +129,9 @@ def describe_headroom(rows: Sequence[ResultRow]) -> Iterator[str]:
         f"Share of the headroom, 0 % for random tokens and 100 % for the oracle of the same budget (loss per token): "
         f"{'; '.join(share_texts)}."
     )
+    above = [label for label, share in shares.items() if share > 1]
+    if above:
+        yield (
+            f"Above 100 %: {'; '.join(above)}. The oracle keeps the tokens that later ones attend to most, which are "
+            "not always those that lower the loss most: on a text a policy may have less loss than it."
+        )

@@ -39,8 +39,9 @@ class H2OTokens(BudgetedPolicy):
 
     * Of equal scores the older token stays, and a NaN score counts as the lowest; the original leaves both to topk. It
       matters where a prompt exceeds ``budget + buffer``: its tokens have not been attended then and all score 0.
-    * As in the original, new tokens have no score at their first cut, so of a chunk longer than `recent` most is lost
-      before anything attends to it; use chunks of at most `recent` tokens.
+    * As in the original, new tokens have no score at their first cut. If that comes before they are attended, a chunk
+      of `recent` tokens or more replaces all recent ones before it, and of a longer one most is lost; use chunks of
+      at most `buffer` tokens, which are attended first.
     * The cut returns indices, and `EvictingCache` reports what was cut before attention, so that a mask can follow; the
       original's own mask does not.
     """

@@ -77,6 +77,14 @@ def test_notes_window_of_the_whole_budget_has_a_note() -> None:
     assert not any("whole budget" in line for line in said(rows[1:3]))
 
 
+def test_notes_cuts_before_attention_that_leave_no_neighbour_have_a_note() -> None:
+    specs = ["recent=16,buffer=8", "recent=32,buffer=8", "recent=16,buffer=16", "recent=16"]
+    rows = [of(f"h2o_tokens:budget=64,{spec}") for spec in specs]
+    (note,) = (line for line in said(rows, chunk=16) if line.startswith("Cut before a chunk is attended"))
+    assert f"as recent is no more: {rows[0].label}. " in note and "buffer=16 or a larger recent" in note
+    assert not any("before a chunk is attended" in line for line in said(rows, chunk=8))
+
+
 def test_notes_equal_budgets_need_no_note() -> None:
     rows = [of("streaming:budget=64"), of("streaming:budget=32"), of("recent_only:budget=32"), of("knorm:budget=64")]
     assert any("unequal budgets: streaming 64 and 32; recent_only 32; knorm 64." in line for line in said(rows))

@@ -104,6 +104,8 @@ def test_headroom_shares_count_from_random_to_the_oracle() -> None:
     assert compute_headroom_shares(rows) == {"snapkv 8": pytest.approx(0.8), "keydiff 8": pytest.approx(-0.5)}
     (note,) = describe_headroom(rows)
     assert note.endswith("of the same budget (loss per token): snapkv 8 80 %; keydiff 8 -50 %.")
+    share_note, above_note = describe_headroom([*rows, Row("tova 8", "tova", 1.4)])
+    assert "tova 8 107 %" in share_note and above_note.startswith("Above 100 %: tova 8. The oracle keeps the tokens")
     assert list(describe_headroom(rows[:2])) == []
     (note,) = describe_headroom([rows[0], *rows[2:]])
     assert "add --policy random" in note

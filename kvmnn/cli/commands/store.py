@@ -728,7 +728,9 @@ def add_parser(subparsers: Any) -> None:
         "--text", metavar="FILE", help="ids of a text by the model's tokenizer; .json: messages of a chat"
     )
     parser.add_argument(
-        "--label", metavar="TEXT", help="put, import: name of the text (default: its beginning, or that of the file)"
+        "--label",
+        metavar="TEXT",
+        help="put, import: name of the text (default: its beginning and end, or that of the file)",
     )
     parser.add_argument(
         "--attention",

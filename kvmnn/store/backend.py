@@ -349,7 +349,8 @@ class ExceededLimit(NamedTuple):
     max_bytes: int
     #: Bytes of the units, where they are known: at least so many are needed.
     needed_bytes: int = 0
-    #: Bytes of units that no eviction frees for them: pinned ones, and those that they continue.
+    #: Bytes of units that no eviction frees for them: pinned ones, and those that they continue. 0 for a tenant under
+    #: a limit of all: what others have pinned is not for it to see.
     unevictable_bytes: int = 0
 
     def __str__(self) -> str:

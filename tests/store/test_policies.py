@@ -221,6 +221,17 @@ def test_put_of_text_of_lowest_benefit_evicts_another(new_url, engine) -> None:
         assert list_stored(store) == [1, 8]
 
 
+@pytest.mark.parametrize("engine", BACKENDS)
+def test_put_without_space_next_to_pins_of_others_counts_none_of_them(new_url, engine) -> None:
+    url = new_url(engine)
+    with PrefixStore(url, block_tokens=4, codec="frames", namespace="a") as store:
+        limit = put(store, TEXTS[7]) + 10
+        store.pin(TEXTS[7], model=MODEL)
+    with PrefixStore(url, limit, namespace="b") as store:
+        result = store.put(TEXTS[0], layers_of(TEXTS[0]), model=MODEL)
+        assert result.stored_tokens == 0 and result.notes[0].endswith(f"{limit:,} are allowed")
+
+
 @pytest.mark.parametrize("policy", ["lru", "benefit"])
 @pytest.mark.parametrize("engine", BACKENDS)
 def test_put_without_space_next_to_pins_is_refused(new_url, engine, policy) -> None:

@@ -343,7 +343,8 @@ class DirectoryBackend:
             num_in_limit = select_fitting(sizes, unevictable_bytes, limit)
             if num_in_limit < num_fitting:
                 num_fitting = num_in_limit
-                exceeded_limit = ExceededLimit(_name_limit(spaces), limit, sum(sizes), unevictable_bytes)
+                shown_bytes = 0 if spaces is None and self.tenant else unevictable_bytes
+                exceeded_limit = ExceededLimit(_name_limit(spaces), limit, sum(sizes), shown_bytes)
         return num_fitting, exceeded_limit
 
     @contextmanager

@@ -407,7 +407,8 @@ class RemoteBackendBase:
             unevictable_bytes = self._measure_unevictable_bytes(prefix, tenant)
             num_in_limit = select_fitting(sizes, unevictable_bytes, limit)
             if num_in_limit < num_fitting:
-                num_fitting, exceeded_limit = num_in_limit, ExceededLimit(name, limit, sum(sizes), unevictable_bytes)
+                shown_bytes = 0 if tenant is None and self.tenant else unevictable_bytes
+                num_fitting, exceeded_limit = num_in_limit, ExceededLimit(name, limit, sum(sizes), shown_bytes)
         return num_fitting, exceeded_limit
 
     def _measure_unevictable_bytes(self, prefix: TokenSequence, tenant: str | None) -> int:

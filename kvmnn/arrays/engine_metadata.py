@@ -17,6 +17,7 @@ from .source import COMPLETENESS_KEY, ENGINE_KEY, Source, parse_completeness
 METADATA_VERSION = 1
 _MAX_EXPANDED_TOKENS = 1 << 24  # whose runs of positions are expanded
 _MAX_POSITION = 1 << 31
+_MAX_TYPE_BITS = 64
 
 
 def dump_metadata(source: Source) -> dict[str, str]:
@@ -101,6 +102,7 @@ def build_engine_document(cache: EngineCacheInfo) -> dict[str, Any]:
         "token_ids": None if cache.token_ids is None else [int(token) for token in cache.token_ids],
         **({"texts": [text.to_dict() for text in cache.texts]} if cache.texts else {}),
         "dequantised": list(cache.dequantised),
+        **({"type_bits": dict(cache.type_bits)} if cache.type_bits else {}),
         "altered": list(cache.altered),
         "perhaps_altered": list(cache.perhaps_altered),
         "details": dict(cache.details),
@@ -127,6 +129,7 @@ def parse_engine_cache(node: JsonReader) -> EngineCacheInfo:
         token_ids=_parse_token_ids(node.get("token_ids")),
         texts=_parse_texts(node, tokens),
         dequantised=node.get("dequantised").read_str_list(),
+        type_bits=_parse_type_bits(node),
         altered=_parse_transforms(node, "altered"),
         perhaps_altered=_parse_transforms(node, "perhaps_altered"),
         details=node.get("details").value if isinstance(node.get("details").value, dict) else {},
@@ -162,6 +165,19 @@ def _parse_transforms(node: JsonReader, key: str) -> tuple[Transform, ...]:
     """Parse names of transforms of K and V; files of earlier versions have none."""
     names = node.get(key).read_str_list() if key in node.value else ()
     return tuple(name for name in TRANSFORMS if name in names)
+
+
+def _parse_type_bits(node: JsonReader) -> dict[str, float]:
+    """Parse the bits of each quantised type; files of earlier versions have none."""
+    if "type_bits" not in node.value:
+        return {}
+    bits_node = node.get("type_bits")
+    if not isinstance(bits_node.value, dict):
+        raise bits_node.error("an object of numbers")
+    for bits in bits_node.value.values():
+        if type(bits) not in (int, float) or not 0 < bits <= _MAX_TYPE_BITS:
+            raise bits_node.error(f"numbers above 0 and up to {_MAX_TYPE_BITS}")
+    return {name: float(bits) for name, bits in bits_node.value.items()}
 
 
 def _parse_optional_int(node: JsonReader) -> int | None:

@@ -108,6 +108,32 @@ def test_initial_cache_coarser_types_cost_more(
     assert "positions 0 to 39 in 2 runs, a layer holds 14 of 40 tokens" in result.start.about
 
 
+def test_initial_cache_quantised_counts_its_own_bits_after_unpack_and_encode(
+    layers: list[tuple[np.ndarray, np.ndarray]], ids: list[int], tmp_path: Path, run
+) -> None:
+    saved_starts.llama(tmp_path / "q8.session", layers, ids, "q8_0")
+    run("mnn", "unpack", tmp_path / "q8.session", "--kv-heads", 4, "-o", tmp_path / "q8.safetensors")
+    header, codes = {}, np.zeros((4, TOKENS, 64), np.uint8)
+    for number in range(6):
+        for part in ("key", "value"):
+            begin = len(header) * codes.size
+            name = f"layer_{number}.{part}"
+            header[name] = {
+                "dtype": "F8_E4M3",
+                "shape": list(codes.shape),
+                "data_offsets": [begin, begin + codes.size],
+            }
+    text = json.dumps(header).encode()
+    data = len(text).to_bytes(8, "little") + text + codes.tobytes() * len(header)
+    (tmp_path / "f8.safetensors").write_bytes(data)
+    for name, bits in (("q8", 8.5), ("f8", 8)):
+        run("encode", tmp_path / f"{name}.safetensors", "-o", tmp_path / f"{name}.frames")
+        for suffix in ("safetensors", "frames"):
+            path = tmp_path / f"{name}.{suffix}"
+            with read_initial_cache(path, read_model_interface(MODEL), ids) as start:
+                assert start.token_bytes == (2 * 4 * 64 * bits / 8,) * 6
+
+
 @pytest.mark.slow
 def test_initial_cache_with_codec_has_row_of_codec_alone(dump: Path) -> None:
     result = measured(dump, "streaming:budget=16", codecs=["none", "q8_0"])

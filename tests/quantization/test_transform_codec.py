@@ -78,6 +78,21 @@ def test_cache_encoder_comes_near_a_ratio_on_a_text_unlike_the_profile(profile: 
     assert abs(ratios[0] - 5) < 0.5 * abs(ratios[1] - 5), ratios
 
 
+@pytest.mark.parametrize("bits", [6.0, 12.0, 13.0])
+def test_cache_encoder_comes_near_bits_where_rows_become_exact(profile: Path, tmp_path: Path, bits: float) -> None:
+    """Small steps make rows exact, whose bits do not follow the steps: corrections in proportion swing around."""
+    folder = tmp_path / "kv"
+    dump_kv(FIXTURES / "lm", TEXTS[1], folder, tokens=200, dtype="fp16")
+    layers = [
+        LayerCache(layer=i, **{f"{part}s": np.load(folder / f"layer_{i}.{part}.npy") for part in ("key", "value")})
+        for i in range(6)
+    ]
+    options = LayerStreamOptions(codec="transform", profile=str(profile), settings={"bits": bits, "below": 1})
+    encoded = CacheEncoder(Profile.read(profile), options).encode(layers)
+    reached = 16 * sum(len(stream) for stream, _ in encoded) / sum(layer.nbytes for layer in layers)
+    assert abs(reached / bits - 1) < 0.06, reached
+
+
 def test_transform_codec_in_an_evaluation(profile: Path) -> None:
     spec = f"transform:profile={profile},ratio=4"
     settings = EvaluationSettings(tokens=160, chunk=60, prompt=100, timing=False)

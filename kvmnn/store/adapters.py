@@ -30,7 +30,7 @@ from ..arrays.layers import (
 )
 from ..arrays.opaque_state import MAX_STATE_AXES, MAX_STATE_NAME_CHARS, OpaqueState, include_states
 from ..arrays.positions import describe_windows, find_window_layers
-from ..arrays.source import LOSSY_KEY, ROUNDED_TEXT, Source
+from ..arrays.source import LOSSY_KEY, ROUNDED_TEXT, Source, join_losses
 from ..dtypes import PARTS, Elements, Indices, Positions, parse_dtype
 from ..errors import KvmnnError, ManifestError, OptionError, SourceError
 from ..files.schema import Record, parse_document
@@ -357,8 +357,8 @@ def write_prefix(
         if elements.shape[2]
     ]
     source = Source(arrays, inputs=(where,))
-    if prefix.is_lossy:
-        source.metadata[LOSSY_KEY] = _LOSS
+    if prefix.label:
+        source.metadata[LOSSY_KEY] = join_losses(prefix.loss, _LOSS if prefix.is_lossy else "")
     window_layers = [cache.layer for cache in prefix.layers if cache.tokens < prefix.tokens]
     if prefix.completeness is not None:
         _add_descriptions(source, prefix, token_ids)

@@ -526,6 +526,12 @@ class StoreBackend(Protocol):
     def iter_texts(self) -> Iterator[StoredText]:
         """Yield the sequences of `list_entries` whose ids can be read."""
 
+    def save_loss(self, namespace: Namespace, loss: str) -> None:
+        """Store what K and V of a namespace had lost before they were put; replaces what was stored."""
+
+    def get_loss(self, namespace: Namespace) -> str:
+        """Return what K and V of a namespace had lost before they were put; empty for nothing."""
+
     def save_label(self, label: str, namespace: Namespace, ids: Ids) -> None:
         """Store the label of a sequence; replaces its label before."""
 

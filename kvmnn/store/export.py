@@ -130,11 +130,12 @@ def write_exported(
     tables: Sequence[TableSets],
     *,
     label: str = "",
+    loss: str = "",
     is_rounded_again: bool = False,
     force: bool,
     cipher: StoreCipher = NO_CIPHER,
 ) -> int:
-    """Write the slices of a sequence, their tables and its label to a file, sealed as the values of the store are."""
+    """Write the slices of a sequence, their tables, its label and loss to a file, sealed as values of the store are."""
     unit_entries = [
         {"bytes": data.size, "skip": unit_slice.skip, "take": unit_slice.take} for unit_slice, data in unit_slices
     ]
@@ -144,6 +145,7 @@ def write_exported(
         "units": unit_entries,
         **({"tables": table_entries} if table_entries else {}),
         **({"label": label} if label else {}),
+        **({"loss": loss} if loss else {}),
         **({_ROUNDED_AGAIN_KEY: True} if is_rounded_again else {}),
     }
     document = json.dumps(header).encode()
@@ -232,6 +234,8 @@ class ExportedSequence(NamedTuple):
     lossy_streams: Mapping[TokenSpan, tuple[UnitFrame, ...]]
     #: Whether units that also had other sequences were rounded once more when it was exported.
     is_rounded_again: bool
+    #: What its K and V had lost before they were put; empty for nothing.
+    loss: str
 
     def describe_import(self, result: PutResult, ready_units: ReadyUnits) -> PutResult:
         """Return the result of putting it; without a loss where words were rounded more than once."""
@@ -308,6 +312,7 @@ def load_exported(
         layers,
         {(unit.start, unit.start + unit.ids.size): unit.frames for unit in units},
         bool(units) and _ROUNDED_AGAIN_KEY in document.value,
+        document.get("loss").read_str() if "loss" in document.value else "",
     )
 
 

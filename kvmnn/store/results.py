@@ -12,6 +12,7 @@ from .._util.text import LOSSLESS, LOSSY, compute_ratio, escape_control, format_
 from ..arrays.completeness import Completeness
 from ..arrays.layer_cache import LayerCache
 from ..arrays.opaque_state import OpaqueState
+from ..arrays.source import list_losses, qualify_label
 from ..files.schema import Record, json_key
 from .namespace import Ids
 
@@ -47,11 +48,13 @@ class StoredPrefix:
     completeness: Completeness | None = None
     #: Whether K and V are not exactly those that were put: of a store of transform streams.
     is_lossy: bool = False
+    #: What K and V of this model and precision had lost before they were put, some of them at least; empty for nothing.
+    loss: str = ""
 
     @property
     def label(self) -> str | None:
-        """Return ``LOSSY`` where K and V are not exactly those that were put."""
-        return LOSSY if self.is_lossy else None
+        """Return ``LOSSY`` where K and V are not exactly those that were put, or had lost something before."""
+        return LOSSY if self.is_lossy or self.loss else None
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -83,11 +86,12 @@ class LayerwisePrefix:
     outage: bool = False
     states: tuple[OpaqueState, ...] = ()
     is_lossy: bool = False
+    loss: str = ""
 
     @property
     def label(self) -> str | None:
-        """Return ``LOSSY`` where K and V are not exactly those that were put."""
-        return LOSSY if self.is_lossy else None
+        """Return ``LOSSY`` where K and V are not exactly those that were put, or had lost something before."""
+        return LOSSY if self.is_lossy or self.loss else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,17 +181,19 @@ class StoreExportResult(Record):
     dtype: str
     other_precisions: Mapping[str, int] = field(default_factory=dict, metadata={"key": "others"})
     is_lossy: bool = field(default=False, metadata={"omit": True})
+    #: As in `StoredPrefix`.
+    loss: str = field(default="", metadata={"omit": True})
     #: What was lost in the export itself.
     notes: tuple[str, ...] = field(default=(), metadata={"omit": True})
 
     @property
     @json_key()
     def label(self) -> str:
-        """Return ``LOSSY`` for rounded K and V, else ``LOSSLESS``."""
-        return LOSSY if self.is_lossy else LOSSLESS
+        """Return ``LOSSY`` for rounded K and V, ``LOSSLESS`` or ``LOSSLESS copy of LOSSY K and V``."""
+        return LOSSY if self.is_lossy else qualify_label(LOSSLESS, list_losses(self.loss)) or LOSSLESS
 
     def __str__(self) -> str:
-        label = f"{LOSSY} as stored" if self.is_lossy else LOSSLESS
+        label = f"{LOSSY} as stored" if self.is_lossy else self.label
         line = f"{self.output}: {pluralize(self.tokens, 'token')}, {self.bytes:,} bytes, {label} (checksums compared)"
         return "\n  ".join([line, *self.notes])
 

@@ -252,6 +252,7 @@ class SequenceStore:
                 states=tuple(states),
                 completeness=completeness,
                 is_lossy=self._backend.settings.is_lossy or is_lossy,
+                loss=self._backend.get_loss(namespace),
             )
 
     def _read_state(
@@ -288,6 +289,7 @@ class SequenceStore:
                 notes=tuple(notes),
                 states=tuple(states),
                 is_lossy=self._backend.settings.is_lossy or any(loaded.unit.is_lossy for loaded in slices),
+                loss=self._backend.get_loss(namespace),
             )
 
     def find_longest(
@@ -374,12 +376,14 @@ class SequenceStore:
             raise SourceError(f"{self._backend.label}: this text cannot be read any more: {error}") from None
         is_rounded_again = is_lossy and any(data is not data_by_unit[part.unit] for part, data in unit_slices)
         key = StoredText(namespace, ids).key
+        loss = self._backend.get_loss(namespace)
         nbytes = write_exported(
             path,
             namespace,
             unit_slices,
             list(tables.values()),
             label=next((label for label, text in self._backend.iter_labels() if text.key == key), ""),
+            loss=loss,
             is_rounded_again=is_rounded_again,
             force=force,
             cipher=self._backend.cipher,
@@ -393,6 +397,7 @@ class SequenceStore:
             dtype=namespace.dtype,
             other_precisions=other_precisions,
             is_lossy=self._backend.settings.is_lossy,
+            loss=loss,
             notes=(note,) if is_rounded_again else (),
         )
 

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from .._util.validation import repr_short, validate_int
 from ..arrays.layer_cache import LayerCache
 from ..arrays.opaque_state import OpaqueState
+from ..arrays.source import join_losses
 from ..dense import RopeConfig
 from ..errors import KvmnnError, MissingDependencyError, OptionError
 from ..files.urls import URL_SCHEME_PATTERN, redact_url
@@ -138,6 +139,7 @@ def _make_codec_profile(
     return CodecProfile(caller_profile.key.hex(), file, checked_options, get_default_options(codec, caller_profile))
 
 
+_MAX_LOSS_BYTES = 2048
 T = TypeVar("T")
 TokenIds = Sequence[int] | npt.NDArray[Any]
 
@@ -383,6 +385,7 @@ class PrefixStore:
         label: str | None = None,
         keep_label: bool = False,
         attention: npt.ArrayLike | None = None,
+        loss: str = "",
     ) -> PutResult:
         """Store K and V of a sequence; the prefix that is stored already is not stored again.
 
@@ -409,6 +412,9 @@ class PrefixStore:
         attention
             Of a store of transform streams: the mean attention probability that later tokens gave each token, floats
             ``[layer, kv_head, token]``. Tokens that drew more lose less, at fewer bytes for the same loss of all.
+        loss
+            A sentence about what K and V have lost before, by a cast for example: what `get` returns of this model and
+            precision says LOSSY from then on.
 
         Returns
         -------
@@ -425,7 +431,7 @@ class PrefixStore:
         """
         if label is not None:
             validate_session_name(label, "a label")
-        put, namespace, ids = self._put(token_ids, layers, model, windows, states, attention)
+        put, namespace, ids = self._put(token_ids, layers, model, windows, states, attention, loss=loss)
         return self._save_label(label, put, namespace, ids, keep_label=keep_label)
 
     def _save_label(
@@ -450,6 +456,7 @@ class PrefixStore:
         states: Sequence[OpaqueState] = (),
         attention: npt.ArrayLike | None = None,
         ready_units: ReadyUnits | None = None,
+        loss: str = "",
     ) -> tuple[PutResult, Namespace, Ids]:
         ids = to_token_ids(token_ids)
         if attention is not None and not self.is_lossy:
@@ -462,13 +469,23 @@ class PrefixStore:
         state = StateToPut(window_layers, sorted_states) if namespace.needs_state else None
         try:
             weights = None if attention is None else np.asarray(attention)
+            self._save_loss(namespace, loss)
             result = self._with_retry(lambda: self._sequences.put(ids, caches, namespace, state, weights, ready_units))
+            self._save_loss(namespace, loss)  # again, if a gc of another process removed it before there was a unit
         except BackendUnavailableError as error:
             result = PutResult(tokens=ids.size, known_tokens=0, notes=(str(error),), outage=True)
         self._metrics.record_put(result)
         if result.removed_bytes:
             self._delete_some_labels(StoredText(namespace, ids).key)
         return result, namespace, ids
+
+    def _save_loss(self, namespace: Namespace, loss: str) -> None:
+        """Add what K and V have lost to what those of the namespace had lost before."""
+        if loss:
+            known_loss = self._with_retry(lambda: self._backend.get_loss(namespace))
+            joined_loss = join_losses(known_loss, loss)
+            if joined_loss != known_loss and len(joined_loss.encode()) <= _MAX_LOSS_BYTES:
+                self._with_retry(lambda: self._backend.save_loss(namespace, joined_loss))
 
     def _delete_some_labels(self, key: bytes) -> None:
         """Delete those labels next to a key whose texts were evicted.
@@ -859,7 +876,9 @@ class PrefixStore:
         )
         file_label = read_exported_label(file, self._key) if label is None else None
         ready_units = ReadyUnits(exported.lossy_streams)
-        put, namespace, ids = self._put(exported.ids, exported.layers, exported.model, ready_units=ready_units)
+        put, namespace, ids = self._put(
+            exported.ids, exported.layers, exported.model, ready_units=ready_units, loss=exported.loss
+        )
         put = exported.describe_import(put, ready_units)
         return self._save_label(label or file_label, put, namespace, ids, keep_label=label is None)
 

@@ -668,6 +668,35 @@ def test_store_messages_are_rendered_by_the_chat_template(here: Path, run) -> No
     )
 
 
+@pytest.mark.parametrize("is_remote", [False, True], ids=["directory", "url"])
+def test_store_of_casts_says_lossy_of_what_it_returns(here: Path, run, is_remote: bool) -> None:
+    """Whatever process gets it; exact texts of another precision stay LOSSLESS; the mark goes with the last unit."""
+    store = f"file://{here}/S" if is_remote else "S"
+    cast = {"schema": "kvmnn-loss", "schema_version": 1, "loss": "rounded by a cast: fp32 to fp16, 7 words changed"}
+    exact = {name: words.astype(np.float32) for name, words in arrays(IDS).items()}
+    np.savez("exact.npz", **exact)
+    Path("rounded").mkdir()
+    for name, words in arrays(IDS).items():
+        np.save(f"rounded/{name}.npy", words)
+    Path("rounded/loss.json").write_text(json.dumps(cast))
+    ids = ("--token-ids", "long.json")
+    for name in ("rounded", "exact.npz"):
+        run("store", "put", store, name, *ids, "--fingerprint", "m")
+    copied, loss = "LOSSLESS copy of LOSSY K and V (", "LOSSY: rounded by a cast: fp32 to fp16\n"
+    said = run("store", "get", store, *ids, "--dtype", "fp16", "-o", "back/").out
+    assert copied in said and said.endswith(loss)
+    assert json.loads(Path("back/loss.json").read_text())["loss"] == "rounded by a cast: fp32 to fp16"
+    assert "LOSSLESS (" in run("store", "get", store, *ids, "--dtype", "fp32", "-o", "back32/").out
+    assert copied in run("store", "export", store, *ids, "--dtype", "fp16", "-o", "text.kv").out
+    run("store", "import", "T", "text.kv")
+    assert copied in run("store", "get", "T", *ids, "-o", "again/").out
+    run("store", "rm", store, *ids)
+    run("store", "gc", store)
+    run("store", "put", store, "long.npz", *ids, "--fingerprint", "m")
+    if not is_remote:  # values that may have been written just now stay in an object store
+        assert "LOSSLESS (" in run("store", "get", store, *ids, "-o", "exact/").out
+
+
 def test_store_by_a_profile_says_lossy_in_every_action(here: Path, run) -> None:
     """``--codec transform:FILE`` makes it; later calls find the profile, or name it, or say which one is missing."""
     import transform_samples

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -146,6 +147,7 @@ def _run_put(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Command
         label=label,
         keep_label=arguments.label is None,
         attention=attention,
+        loss=_shorten_loss(source.metadata),
     )
     _raise_if_unavailable(put_result)
     if put_result.stored_bytes and put_result.is_lossy and is_rounded_by_codec(source.metadata):
@@ -158,6 +160,14 @@ def _run_put(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Command
         text = f"{num_texts} texts are called {arguments.label!r} now: name them by their handles (store ls)"
         input_sources.report_notes([text], arguments)
     return put_result, _get_put_code(put_result)
+
+
+def _shorten_loss(metadata: Mapping[str, str]) -> str:
+    """Return what K and V have lost without counts, which are of one text."""
+    from ...arrays.source import CAST_TEXT, LOSSY_KEY, join_losses
+
+    sentences = metadata.get(LOSSY_KEY, "").split("; ")
+    return join_losses(*(text.partition(", ")[0] if text.startswith(CAST_TEXT) else text for text in sentences))
 
 
 def _refuse_loss(arguments: argparse.Namespace, *, is_lossy_store: bool) -> None:

@@ -781,6 +781,7 @@ class DirectoryBackend:
             )
             query = "SELECT key FROM space WHERE id IN (SELECT DISTINCT space FROM unit)"
             namespaces = {key.hex() for (key,) in cursor.iter_rows(tuple[Key], query)}
+            self.recovery_files.delete_other_losses(namespaces)
             unused_names = [
                 name for name in self.recovery_files.list_table_names() if name.partition("-")[0] not in namespaces
             ]
@@ -1104,6 +1105,12 @@ class DirectoryBackend:
                 text = self._read_pinned_sequence(cursor, row.unit, row.tokens)
                 if text is not None and text.namespace_key == row.namespace.key:
                     yield StoredText(row.namespace, text.ids)
+
+    def save_loss(self, namespace: Namespace, loss: str) -> None:
+        self.recovery_files.save_loss(namespace, loss)
+
+    def get_loss(self, namespace: Namespace) -> str:
+        return self.recovery_files.read_loss(namespace)
 
     def save_label(self, label: str, namespace: Namespace, ids: Ids) -> None:
         self.recovery_files.save_label(SavedSequence(label, namespace.key, ids))

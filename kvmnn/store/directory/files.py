@@ -261,9 +261,12 @@ class StagedFiles:
 
 SETTINGS_FILE = "store.json"
 PIN_SUFFIX, SESSION_SUFFIX, LABEL_SUFFIX = ".pin", ".session", ".label"
+_LOSS_SUFFIX = ".loss"
+"""Of what K and V of a namespace had lost before they were put."""
 
 _NAMESPACES_FOLDER, _SEQUENCES_FOLDER, _TABLES_FOLDER = "spaces", "texts", "tables"
 _MAX_DOCUMENT_BYTES = 1 << 20
+_UNKNOWN_LOSS = "a loss is recorded, and the record cannot be read"
 _MAX_NAME_BYTES = 4096
 _SEQUENCE_MAGIC = b"KVMNNPT1"
 _SEQUENCE_STRUCT = struct.Struct(f"<8sII{KEY_BYTES}s")
@@ -275,7 +278,7 @@ _OWN_FOLDER_REGEX = re.compile("spaces|texts|tables|models|staging|units(/[0-9a-
 _OWN_NAME_PATTERNS = {
     "": r"store\.json|rebuild\.lock|counters\.sqlite(-journal)?"
     r"|index(-\d{1,9})?\.sqlite(-wal|-shm|-journal|\.new(-journal)?)?",
-    "spaces": rf"{_KEY_PATTERN}\.json",
+    "spaces": rf"{_KEY_PATTERN}\.(json|loss)",
     "texts": rf"{_KEY_PATTERN}\.(pin|session|label)",
     "tables": f"{_KEY_PATTERN}-{_KEY_PATTERN}",
     "models": rf"{_KEY_PATTERN}\.json",
@@ -401,6 +404,25 @@ class RecoveryFiles:
                 namespace = parse_namespace(data.decode(), str(path), self._cipher.secret)
                 if namespace.key.hex() == path.stem:
                     yield namespace
+
+    def save_loss(self, namespace: Namespace, loss: str) -> None:
+        """Write what K and V of a namespace had lost."""
+        self._write(_make_loss_path(namespace.key.hex()), loss.encode())
+
+    def read_loss(self, namespace: Namespace) -> str:
+        """Read what K and V of a namespace had lost; empty for nothing."""
+        try:
+            return self._read(_make_loss_path(namespace.key.hex()), _MAX_NAME_BYTES).decode("utf-8", "replace")
+        except FileNotFoundError:
+            return ""
+        except (KvmnnError, OSError):  # something was lost: which it was is damaged
+            return _UNKNOWN_LOSS
+
+    def delete_other_losses(self, namespace_keys: Collection[str]) -> None:
+        """Delete the losses of all namespaces whose keys, in hexadecimal digits, are not in `namespace_keys`."""
+        for path in (self._folder / _NAMESPACES_FOLDER).glob(f"*{_LOSS_SUFFIX}"):
+            if path.stem not in namespace_keys:
+                self._delete(_make_loss_path(path.stem))
 
     def save_tables(self, namespace: Namespace, tables: TableSets) -> None:
         """Write shared tables, unless they are written already."""
@@ -567,6 +589,10 @@ def _encode_recovery_file(value: Namespace | SavedSequence, secret: bytes) -> tu
     if value.name:
         path = make_session_path(value.name, secret)
     return path, _encode_text(value)
+
+
+def _make_loss_path(namespace_key: str) -> Path:
+    return Path(_NAMESPACES_FOLDER, namespace_key + _LOSS_SUFFIX)
 
 
 def _make_label_path(key: bytes) -> Path:

@@ -49,7 +49,7 @@ from .backend import NAMES_PER_REQUEST, TABLES_FOLDER, RemoteBackendBase
 from .eviction import Pin, list_end_units, read_pins, read_uses, save_pin
 from .records import StateRecord, UnitRecord, make_unit_name
 
-_SESSIONS_FOLDER, _LABELS_FOLDER = "sessions", "labels"
+_SESSIONS_FOLDER, _LABELS_FOLDER, _LOSSES_FOLDER = "sessions", "labels", "losses"
 _MAX_SESSION_BYTES = 256 << 20
 _UNIT_NAME_REGEX = re.compile("[0-9a-f]{32}")
 """Names of labels have the same form."""
@@ -143,6 +143,9 @@ class RemoteBackend(RemoteBackendBase):
         self.delete_records(orphans)
         unused_use_names = [f"uses/{name}" for name in uses if name not in known_names]
         unused_names += [f"{TABLES_FOLDER}/{name}" for name in tables if name.partition("-")[0] not in namespaces]
+        unused_names += [
+            f"{_LOSSES_FOLDER}/{name}" for name in self.key_values.list_names(_LOSSES_FOLDER) if name not in namespaces
+        ]
         deletable_names = self.key_values.select_collectable(unused_names)
         names = [*lost_names, *deletable_names, *unused_use_names]
         for begin_index in range(0, len(names), NAMES_PER_REQUEST):
@@ -365,6 +368,14 @@ class RemoteBackend(RemoteBackendBase):
             ids = _join_ids(list(_iter_ancestors(record, unit_records, record_by_key, size)))
             if ids is not None:
                 yield StoredText(namespaces[record.namespace_key], ids)
+
+    def save_loss(self, namespace: Namespace, loss: str) -> None:
+        self.check_writable()
+        self.key_values.put_many({f"{_LOSSES_FOLDER}/{namespace.key.hex()}": loss.encode()})
+
+    def get_loss(self, namespace: Namespace) -> str:
+        (data,) = self.key_values.get_many([f"{_LOSSES_FOLDER}/{namespace.key.hex()}"])
+        return (data or b"").decode("utf-8", "replace")
 
     def save_label(self, label: str, namespace: Namespace, ids: Ids) -> None:
         self.check_writable()

@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> None:
         kv, prefix = Path(folder) / "kv", Path(folder) / "prefix"
         dumped = dump_kv(FIXTURES / "lm", FIXTURES / "lm" / "texts" / "calendar.py.txt", kv, tokens=256, dtype="fp16")
         print(dumped)
-        print(pack(kvmnn.open(kv), str(prefix), PackedGeometry(backend=backend), name="system_prompt"))
+        print(pack(kvmnn.open(kv), str(prefix), PackedGeometry(backend=backend), name="system_prompt", cast=True))
         for file in sorted(prefix.rglob("*")):
             if file.is_file():
                 print(f"  {file.relative_to(prefix)}  {file.stat().st_size:,} bytes")

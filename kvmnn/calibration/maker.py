@@ -130,7 +130,7 @@ class ProfileMakeResult(Record):
         lines = [
             f"{self.output}: profile of {self.model}, {pluralize(self.layers, 'layer')}, {self.nbytes:,} bytes",
             f"  of {self.tokens:,} tokens in {pluralize(self.texts, 'text')}; tables: {tables}",
-            f"  key {self.key[:16]}, CPU time {self.reading_seconds:.0f} s reading, "
+            f"  key {self.key[:16]}, CPU time of this run: {self.reading_seconds:.0f} s reading, "
             f"{self.sensitivity_seconds:.0f} s sensitivities, {self.table_seconds:.0f} s tables",
         ]
         if self.notes:

@@ -74,13 +74,14 @@ def _describe_short_texts(documents: Sequence[Document], settings: EvaluationSet
         yield (
             f"{len(short_documents):,} of {pluralize(len(documents), 'text')} have fewer than the {settings.tokens:,} "
             f"tokens asked for, {shortest_document.num_fed:,} ({shortest_document.name}) to "
-            f"{longest_document.num_fed:,}: all of them was scored{start_note}."
+            f"{longest_document.num_fed:,}: all of them was scored{start_note}; shares of budgets are of "
+            f"{settings.tokens:,}."
         )
         return
     for document in short_documents:
         yield (
             f"{document.name} has only {document.num_fed:,} tokens to score, {settings.tokens:,} were "
-            f"asked for: all of it was scored{start_note}."
+            f"asked for: all of it was scored{start_note}; shares of budgets are of {settings.tokens:,}."
         )
 
 

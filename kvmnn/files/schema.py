@@ -117,7 +117,10 @@ class Record:
 
     @classmethod
     def from_dict(cls, document: object, label: str = "document", *, complete: bool = False) -> Self:
-        """Create a record from the result of `to_dict`; unknown keys are ignored."""
+        """Create a record from the result of `to_dict`; unknown keys are ignored.
+
+        Raises `SourceError` for a document of other types, and for records that have more than their document.
+        """
         if not isinstance(document, Mapping):
             raise _make_error(label, document, "an object")
         values, record_type = {}, cast("Any", cls)

@@ -235,7 +235,8 @@ def test_evaluate_short_text_is_noted(tmp_path):
     }
     assert results.rows[1].versus_full.deep_nll is None
     count = texts[0].num_scored
-    assert f"short.txt has only {count} tokens to score, 500 were asked for: all of it was scored." in results.notes
+    note = f"short.txt has only {count} tokens to score, 500 were asked for: all of it was scored; shares of budgets"
+    assert f"{note} are of 500." in results.notes
     assert any(f"a text of {count} tokens fits its budget" in note for note in results.notes)
 
 

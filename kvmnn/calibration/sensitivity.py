@@ -7,7 +7,7 @@ divergence grows with the square of the step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -114,16 +114,15 @@ class SensitivityProbe:
         rounded[:, :NUM_SINKS] = elements[:, :NUM_SINKS]
         return (rounded[None], cache.values[None]) if part == "key" else (cache.keys[None], rounded[None])
 
-    def _iter_logits(self, past: Sequence[KVPair]) -> list[Floats]:
-        logits, first = [], self._caches[0].tokens
+    def _iter_logits(self, past: Sequence[KVPair]) -> Iterator[Floats]:
+        first = self._caches[0].tokens
         size = max(1, _MAX_LOGIT_BYTES // (4 * (self._session.interface.vocab_size or 1)))
         for begin in range(0, len(self._ids), size):
             ids = self._ids[begin : begin + size]
             positions = np.arange(first + begin, first + begin + len(ids), dtype=np.int64)
             result = self._session.run_step(ids, positions, past, attentions=False)
             past = result.present_pairs
-            logits.append(result.logits)
-        return logits
+            yield result.logits
 
 
 def compute_divergence(reference: Floats, logits: Floats) -> float:

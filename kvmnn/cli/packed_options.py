@@ -405,14 +405,14 @@ def refuse_idle_packed_options(
 
 
 def check_provenance(arguments: argparse.Namespace, info: CacheInfo | None, where: str) -> None:
-    """Raise `SourceError` when ``--model`` or ``--token-ids`` differ from those that a cache was made with."""
-    from ..errors import SourceError
+    """Raise `UnsuitableOptionError` when ``--model`` or ``--token-ids`` differ from those a cache was made with."""
+    from ..errors import UnsuitableOptionError
     from ..formats.mnn import list_provenance_mismatches
 
     model = None if is_gguf(arguments.model) else arguments.model  # of the other input
     if info is not None and (model or arguments.token_ids):
         for difference in list_provenance_mismatches(info, model, hash_token_ids(arguments)):
-            raise SourceError(f"{where}: {difference}")
+            raise UnsuitableOptionError(f"{where}: {difference}")
 
 
 def may_be_packed(path: str) -> bool:

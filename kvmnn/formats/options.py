@@ -113,3 +113,8 @@ class PackedOptions:
     recorded_states: tuple[StateLayer, ...] | None = None
     #: Recorded kv heads and head_dim of each layer with K and V, if layers differ.
     heads: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def is_of_frames(self) -> bool:
+        """Return whether the files are compared with frames, whose manifest records their properties."""
+        return self.recorded_states is not None

@@ -57,7 +57,7 @@ def test_inspect_packed_without_geometry_lists_candidates(prefix, run):
 
 @pytest.mark.parametrize(
     ("option", "code"),
-    [(["--backend", "arm64-fp32"], 1), (["--head-dim", 60], 1), (["--valid-tokens", 500], 2)],
+    [(["--backend", "arm64-fp32"], 2), (["--head-dim", 60], 1), (["--valid-tokens", 500], 2)],
 )
 def test_inspect_packed_with_options_that_files_contradict_is_refused(prefix, run, option, code):
     """As unpack refuses them, and not as a cache whose layout is not known."""
@@ -107,7 +107,7 @@ def test_pack_at_smallest_capacity_prints_line_about_document(prefix, run):
 
 def test_packed_token_id_count_must_match(prefix, run):
     np.save("ids.npy", np.arange(TOKENS - 1))
-    assert "69 token ids for 70 tokens" in run("encode", *prefix.argv, "--token-ids", "ids.npy", "-o", "b/", code=1).err
+    assert "69 token ids for 70 tokens" in run("encode", *prefix.argv, "--token-ids", "ids.npy", "-o", "b/", code=2).err
     np.save("more.npy", np.arange(TOKENS + 7))
     more = ("--token-ids", "more.npy")
     argv = [*prefix.argv[:1], "--kv-heads", 2, "--head-dim", 6, *ON_AVX2, *more]
@@ -117,7 +117,7 @@ def test_packed_token_id_count_must_match(prefix, run):
         ("mnn", "unpack", *argv, "-o", "b/"),
         ("store", "put", "b/", *argv, "--fingerprint", "m"),
     ):
-        error = run(*verb, code=1).err
+        error = run(*verb, code=2).err
         assert "77 token ids, but 70 rows of K and V are not zero (in 2 of 2 layers the last 7 of 77" in error, verb
         assert not Path("b").exists() or verb[0] == "store"
     run("mnn", "unpack", *prefix.argv, "-o", "a/")
@@ -216,7 +216,7 @@ def test_packed_decode_for_another_model_needs_force(prefix, run, model):
         (["--token-ids", "others"], "the cache was made from other token ids than those in others"),
         (["--backend", "x86-avx512"], "asked for was 2 kv heads x 6 dims, fp32, lP 1, hP 8"),
     ):
-        said = run("decode", "b", "-o", "q/", *options, code=1)
+        said = run("decode", "b", "-o", "q/", *options, code=2)
         assert reason in said.err
         assert len(said.err.splitlines()) == 1
         assert not Path("q").exists()
@@ -226,8 +226,8 @@ def test_packed_decode_for_another_model_needs_force(prefix, run, model):
             path.unlink()
         Path("q").rmdir()
     run("encode", *prefix.argv, "-o", "plain/")
-    assert "does not say which model" in run("decode", "plain", "-o", "q/", "--model", model, code=1).err
-    assert "does not say which token ids" in run("decode", "plain", "-o", "q/", "--token-ids", "ids", code=1).err
+    assert "does not say which model" in run("decode", "plain", "-o", "q/", "--model", model, code=2).err
+    assert "does not say which token ids" in run("decode", "plain", "-o", "q/", "--token-ids", "ids", code=2).err
 
 
 def test_packed_decode_of_single_layers_writes_arrays(prefix, run):
@@ -262,7 +262,7 @@ def test_verify_against_files_of_other_dtype_names_both(prefix, run):
 def test_packed_stale_or_contradicted_document_is_refused(prefix, run):
     run("mnn", "unpack", *prefix.argv, "-o", "a.safetensors")
     run("mnn", "pack", "a.safetensors", "-o", "q/")
-    assert "says another number of tokens" in run("mnn", "unpack", "q", "--valid-tokens", 9, "-o", "x.npz", code=1).err
+    assert "says another number of tokens" in run("mnn", "unpack", "q", "--valid-tokens", 9, "-o", "x.npz", code=2).err
     said = run("mnn", "unpack", "q", "--backend", "x86-avx512", "-o", "x.npz", code=2).err
     assert "hP 4, flash block 64, which is not what was asked for" in said
     with open("q/sys_1.k", "ab") as file:

@@ -151,13 +151,13 @@ def _load_original(frames: FrameSet, arguments: argparse.Namespace) -> Source:
     packed_options.check_provenance(arguments, frames.cache, frames.path)
     for path in filter(has_weight_file_magic, arguments.against):
         raise console.UsageError(f"--against {path}: is a compressor's weight file, which no frames are made of")
-    dtypes = [array.dtype for array in frames.arrays]
+    dtypes, record = [array.dtype for array in frames.arrays], frames.packed_record
     source = input_sources.load(
         arguments.against,
         arguments,
         dtypes,
         cache_info=frames.cache,
-        is_whole_file=can_restore_file(frames) or frames.packed_record is not None,
+        is_whole_file=can_restore_file(frames) or (record is not None and not record.left_out),
         as_layers=False,
         original_of=frames,
         codes=True,

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..._util.text import pluralize
 from ...dtypes import PARTS, Bytes, Part
-from ...errors import MissingOptionError, SourceError
+from ...errors import MissingOptionError, SourceError, UnsuitableOptionError
 from ...files.mapped_file import MappedFile
 from ...packed.backends import BACKENDS
 from ...packed.inference import (
@@ -328,9 +328,9 @@ def _make_mismatch_error(files: PackedFiles, geometry: PackedGeometry, measurer:
     ranking = rank_candidates(
         find_matches(PackedGeometry(kv_heads=geometry.kv_heads, head_dim=geometry.head_dim), files.sizes),
         measurer.measure,
-    )
+    ) or _rank_plausible_layouts(files, PackedGeometry(), measurer, None)
     if ranking and compute_clarity(ranking) == "clear" and ranking[0].evidence.is_consistent:
-        return type(mismatch_error)(
+        return UnsuitableOptionError(
             f"{mismatch_error}; sizes and words are those of "
             f"{format_layout_options(ranking[0].match, PackedGeometry())}"
         )
@@ -432,9 +432,11 @@ def _infer_with_heads(
     clear_ranking = ranking
     if geometry != heads_only_geometry:
         clear_ranking = _rank_plausible_layouts(files, heads_only_geometry, measurer, num_tokens)
+    if not clear_ranking and geometry != PackedGeometry():
+        clear_ranking = _rank_plausible_layouts(files, PackedGeometry(), measurer, num_tokens)
     if clear_ranking and compute_clarity(clear_ranking) == "clear":
         if not ranking:
-            raise SourceError(
+            raise UnsuitableOptionError(
                 f"{files.path}: no layout that was asked for agrees with the words; they speak for "
                 f"{format_layout_options(clear_ranking[0].match, PackedGeometry())}"
             )

@@ -123,8 +123,10 @@ def open_packed_files(files: PackedFiles, options: PackedOptions) -> PackedCache
     Raises
     ------
     SourceError
-        When the descriptions contradict each other, the sizes or the words; when the engine would not load the files,
-        unless `options` force reading.
+        When the descriptions contradict each other or the sizes; when the engine would not load the files, unless
+        `options` force reading.
+    UnsuitableOptionError
+        When sizes or words of the files contradict `options`, unless these force reading.
     MissingOptionError
         When a required value is neither specified nor inferred; `AmbiguousLayoutError` lists the possible values.
     OptionError
@@ -136,12 +138,12 @@ def open_packed_files(files: PackedFiles, options: PackedOptions) -> PackedCache
         choice = _resolve_layout(files, options, sidecar_info)
         has_count = bool(options.valid_tokens or options.token_ids)
         if choice.conflict and not options.trust_options and not has_count:  # which count would be odd
-            raise SourceError(
+            raise UnsuitableOptionError(
                 f"{files.path}: {choice.conflict}; the words speak for {choice.better_options}; --force reads them as "
                 f"specified"
             )
         match = choice.match
-        has_row_counts = not (sidecar_info or match.layout.is_quantized)
+        has_row_counts = not (sidecar_info or match.layout.is_quantized or options.is_of_frames)
         row_counts = count_nonempty_rows(files, match, choice.layouts) if has_row_counts else None
         tokens, token_notes = _resolve_tokens(files, options, sidecar_info, match, row_counts)
     except AmbiguousLayoutError as error:
@@ -175,12 +177,14 @@ def open_packed_files(files: PackedFiles, options: PackedOptions) -> PackedCache
         loss=sidecar_info.loss if sidecar_info else "",
     )
     if sidecar_info:
-        _check_same_as_sidecar(files, sidecar_info, info)
+        _check_same_as_sidecar(files, options, sidecar_info, info)
         if options.token_ids and not options.trust_options:
             _check_ids_count(files, sidecar_info, options.token_ids.count)
     elif options.token_ids and {options.token_ids.count} != set(tokens):
-        raise SourceError(f"{files.path}: {options.token_ids.count} token ids for {max(tokens)} tokens")
-    conflicts, omitted_rows_text = [f"{size_mismatch}: files were cut" if size_mismatch else ""], ""
+        raise UnsuitableOptionError(f"{files.path}: {options.token_ids.count} token ids for {max(tokens)} tokens")
+    conflicts, omitted_rows_text = [], ""
+    if size_mismatch and not options.is_of_frames:
+        conflicts.append(f"{size_mismatch}: files were cut")
     if row_counts is not None:
         conflicts.append(_check_contents(files, options, info, choice, row_counts, notes))
         omitted_rows_text = describe_omitted_rows(files, match, row_counts, tokens)
@@ -284,14 +288,14 @@ def _check_contents(
     more_tokens_doubts, fewer_tokens_doubts = list_token_doubts(row_counts, tokens, option_name)
     if more_tokens_doubts and options.token_ids and not options.valid_tokens:
         ids_text = count_of(tokens[0], "token id")
-        raise SourceError(
+        raise UnsuitableOptionError(
             f"{files.path}: {ids_text}, but {more_tokens_doubts[0].partition(':')[0]}: say --valid-tokens {tokens[0]} "
             "as well if only these tokens are meant"
         )
     if fewer_tokens_doubts and options.token_ids and not (options.valid_tokens or options.trust_options):
         ids_text = count_of(tokens[0], "token id")
         num_rows = min(map(max, row_counts.keys, row_counts.values))  # of the layer that has the fewest
-        raise SourceError(
+        raise UnsuitableOptionError(
             f"{files.path}: {ids_text}, but {count_of(num_rows, 'row')} of K and V are not zero "
             f"({fewer_tokens_doubts[0].partition(':')[0]}): expected the ids of the tokens that the files hold; "
             "--force takes all ids"
@@ -299,7 +303,7 @@ def _check_contents(
     num_rows = row_counts.common_count or min(tokens)
     is_only_specified = options.valid_tokens and not (options.token_ids or options.trust_options)
     if is_only_specified and num_rows < min(tokens):
-        raise SourceError(
+        raise UnsuitableOptionError(
             f"{files.path}: --valid-tokens says {min(tokens)}, but K and V of all layers are zero from row {num_rows} "
             f"on (counted from 0): expected at most {num_rows}; --force takes the zero rows as tokens"
         )
@@ -310,11 +314,11 @@ def _check_contents(
     return conflict
 
 
-def _make_conflict_error(files: PackedFiles, info: CacheInfo, conflict: str) -> SourceError:
+def _make_conflict_error(files: PackedFiles, info: CacheInfo, conflict: str) -> UnsuitableOptionError:
     """Make the error for elements that contradict the specified layout; it names the first one."""
     difference_text = find_difference(files, info)
     detail_text = f" (the first word in the way: {difference_text})" if difference_text else ""
-    return SourceError(f"{files.path}: {conflict}{detail_text}; --force reads the files as specified")
+    return UnsuitableOptionError(f"{files.path}: {conflict}{detail_text}; --force reads the files as specified")
 
 
 def read_sidecar_info(files: PackedFiles) -> CacheInfo | None:
@@ -367,7 +371,7 @@ def _resolve_layout(files: PackedFiles, options: PackedOptions, sidecar_info: Ca
         candidates = geometry.merge_defaults(make_geometry(sidecar_info.layout)).list_candidates()
         if sidecar_info.layout not in [layout for _, layout in candidates]:
             layout_text = describe_layout(sidecar_info.layout)
-            if options.recorded_states is not None and candidates:  # the frames that are compared say the geometry
+            if options.is_of_frames and candidates:  # the frames that are compared say the geometry
                 raise SourceError(
                     f"{files.path}: its files hold {layout_text} by their document, the bundle "
                     f"{describe_layout(candidates[0][1])}"
@@ -387,6 +391,8 @@ def _resolve_layout(files: PackedFiles, options: PackedOptions, sidecar_info: Ca
 
     try:
         return choose(num_tokens)
+    except UnsuitableOptionError as error:
+        raise (SourceError(str(error)) if options.is_of_frames else error) from None
     except AmbiguousLayoutError as error:
         if num_tokens is not None and not error.choices:
             with contextlib.suppress(AmbiguousLayoutError):  # the rows may show a layout, with another number of tokens
@@ -407,7 +413,7 @@ def _resolve_group_heads(files: PackedFiles, options: PackedOptions) -> list[tup
         layer_heads = read_model_geometry(options.model).full_layer_heads
     if len(layer_heads) != len(files.layers):
         if options.geometry.kv_heads or options.geometry.head_dim:
-            raise SourceError(
+            raise UnsuitableOptionError(
                 f"{files.path}: its layers differ in size, so --kv-heads and --head-dim are not those of all: leave "
                 "them out, or say --model DIR"
             )
@@ -447,7 +453,7 @@ def _resolve_tokens(
         notes = [f"{guess.num_tokens} tokens inferred: {guess.reason}"]
     for layer, num_tokens, capacity in zip(files.layers, tokens, match.capacities, strict=True):
         if not 1 <= num_tokens <= capacity:
-            error_type = UnsuitableOptionError if options.valid_tokens else SourceError
+            error_type = UnsuitableOptionError if options.valid_tokens and not options.is_of_frames else SourceError
             raise error_type(
                 f"{files.path}: layer {layer.layer}: {num_tokens} tokens: expected at least 1 and at most {capacity}, "
                 "which the files have room for"
@@ -464,27 +470,30 @@ def _list_positions(
     return [(((0, num_tokens),), None) for num_tokens in tokens]
 
 
-def _check_same_as_sidecar(files: PackedFiles, sidecar_info: CacheInfo, info: CacheInfo) -> None:
+def _check_same_as_sidecar(
+    files: PackedFiles, options: PackedOptions, sidecar_info: CacheInfo, info: CacheInfo
+) -> None:
+    error_type = SourceError if options.is_of_frames else UnsuitableOptionError
     for property_name, stored_value, actual_value in (
         ("number of tokens", _list_token_counts(sidecar_info), _list_token_counts(info)),
         ("token ids", sidecar_info.token_ids or info.token_ids, info.token_ids),
         ("model", sidecar_info.model or info.model, info.model),
     ):
         if stored_value != actual_value:
-            raise SourceError(
+            raise error_type(
                 f"{files.path}: its document says another {property_name} than was given: "
                 f"{_format_value(stored_value)}, not {_format_value(actual_value)}"
             )
 
 
 def _check_ids_count(files: PackedFiles, sidecar_info: CacheInfo, num_ids: int) -> None:
-    """Raise `SourceError` for more ids than the text has tokens by the document, or fewer than the files have rows."""
+    """Raise an error for more ids than the text has tokens by the document, or fewer than the files have rows."""
     tokens = _list_token_counts(sidecar_info)
     ends = [begin + size for layer in sidecar_info.layers for begin, size in layer.text_position_runs]
     min_ids, max_ids = min(tokens), max(*tokens, *ends, sidecar_info.next_position or 0)  # evicted tokens have ids too
     if not min_ids <= num_ids <= max_ids:
         expected_text = f"{min_ids} to {max_ids}" if min_ids < max_ids else f"{max_ids}"
-        raise SourceError(
+        raise UnsuitableOptionError(
             f"{files.path}: {count_of(num_ids, 'token id')}, but its document says {count_of(max(tokens), 'token')}: "
             f"expected {expected_text}; --force takes all ids"
         )

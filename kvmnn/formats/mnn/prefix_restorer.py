@@ -16,7 +16,7 @@ from ...bundle.frame_set import DecodeOptions, FrameSet
 from ...bundle.manifest import PackedFileEntry
 from ...bundle.verification import check_packed_record
 from ...dtypes import Part
-from ...errors import FrameError, LimitError, ManifestError, OptionError, OutputError, SourceError
+from ...errors import FrameError, LimitError, ManifestError, OptionError, OutputError, UnsuitableOptionError
 from ...files.file_names import is_directory_output
 from ...files.schema import Record, json_key
 from ...packed.cache_info import CacheInfo, TokenIdsFingerprint
@@ -97,7 +97,7 @@ def restore_prefix(
     ------
     OptionError
         When the frames are not of a packed cache.
-    SourceError
+    UnsuitableOptionError
         When the manifest has another layout, model or text than expected.
     LimitError
         When the files would be larger than the options allow.
@@ -130,7 +130,7 @@ def restore_prefix(
         mismatch = f"the cache has {describe_layout(info.layout)}; asked for was {describe_layout(layout)}"
         provenance_warnings.insert(0, mismatch)
     if provenance_warnings and not force:
-        raise SourceError(f"{frames.path}: {provenance_warnings[0]} (--force restores it anyway)")
+        raise UnsuitableOptionError(f"{frames.path}: {provenance_warnings[0]} (--force restores it anyway)")
     name = resolve_prefix_name(expected.prefix_name, info)
     target_info = build_prefix_info(arrays, layout, name, reference_info=info)
     if options.max_bytes is not None and target_info.file_bytes > options.max_bytes:

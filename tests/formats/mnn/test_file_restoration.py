@@ -62,7 +62,7 @@ def test_encode_fresh_prefix_is_verified_without_unused_bytes(prefix, run):
     ],
 )
 def test_encode_wrong_geometry_names_the_first_difference(prefix, run, options, first):
-    error = run("encode", prefix, *options, "-o", "b/", code=1).err
+    error = run("encode", prefix, *options, "-o", "b/", code=2).err
     assert first in error and "--force" in error
     assert not os.path.exists("b")
     said = run("encode", prefix, *options, "-o", "b/", "--force").out
@@ -111,6 +111,11 @@ def test_encode_compacted_prefix_keeps_stale_rows(prefix, run):
     assert "sha256 of the files that were encoded" in said
     assert read_files("r") == read_files("small")
     assert "LOSSLESS (every byte compared with small/)" in run("verify", "b", "--against", "small/").out
+    Path("small/sys.kvmnn.json").unlink()  # the manifest says which rows are live
+    verified = run("verify", "b", "--against", "small/")
+    assert "LOSSLESS (every byte compared with small/)" in verified.out and "--valid-tokens" not in verified.err
+    assert "DIFFERS" in run("verify", "b", "--against", prefix, code=1).err
+    run("mnn", "compact", prefix, *FRESH, "--remove", 40, "--reserve", "0:10,20:5", "-fo", "small/")
     stored = room["room_stored_bytes"]
     text = f"4 packed files with more than live tokens (evicted rows, padding): {stored:,} more bytes store that"
     assert text in run("inspect", "b").out

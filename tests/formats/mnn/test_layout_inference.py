@@ -193,7 +193,7 @@ def prefix(tmp_path, monkeypatch):
     return "p"
 
 
-def test_commands_wrong_backend_exit_1(prefix, run):
+def test_commands_wrong_backend_exit_2(prefix, run):
     said = ["--kv-heads", 3, "--head-dim", 64, "--valid-tokens", 64, "--backend", "x86-avx512"]
     Path("ids.json").write_text(json.dumps(list(range(64))))
     verbs = (
@@ -205,10 +205,10 @@ def test_commands_wrong_backend_exit_1(prefix, run):
         ("mnn", "compact", "p", "--remove", 10, "-o", "c/"),
     )
     for verb in verbs:
-        error = run(*verb, *said, code=1).err
+        error = run(*verb, *said, code=2).err
         assert "the words speak for --kv-heads 3 --head-dim 64 --backend x86-avx2" in error, verb
     error = run(
-        "mnn", "repack", "p", "--backend", "x86-avx512", "--target-backend", "arm64-fp16", "-o", "r/", *said[:6], code=1
+        "mnn", "repack", "p", "--backend", "x86-avx512", "--target-backend", "arm64-fp16", "-o", "r/", *said[:6], code=2
     ).err
     assert "the words speak for --kv-heads 3 --head-dim 64 --backend x86-avx2" in error
     assert sorted(os.listdir()) == ["ids.json", "p"]
@@ -231,10 +231,10 @@ def test_commands_without_options_read_fresh_prefix(prefix, run):
 
 
 def test_commands_wrong_backend_error_names_inferred_layout(prefix, run):
-    error = run("mnn", "unpack", "p", "--backend", "x86-avx512", "-o", "x.npz", code=1).err
+    error = run("mnn", "unpack", "p", "--backend", "x86-avx512", "-o", "x.npz", code=2).err
     assert "the words speak for --kv-heads 3 --head-dim 64 --backend x86-avx2" in error
     llm_kv.write_prefix(Path("q"), "x86-avx2", 50)
-    error = run("mnn", "unpack", "q", "--backend", "x86-avx512", "-o", "x.npz", code=1).err
+    error = run("mnn", "unpack", "q", "--backend", "x86-avx512", "-o", "x.npz", code=2).err
     assert "they speak for --kv-heads 3 --head-dim 64 --backend x86-avx2" in error
 
 
@@ -251,5 +251,19 @@ def test_ambiguous_layout_error_lists_whole_commands(tmp_path, monkeypatch, run)
 
 def test_encode_wrong_heads_error_names_inferred_layout(tmp_path, run):
     llm_kv.write_prefix(tmp_path / "p", "x86-avx2", 80)
-    said = run("encode", tmp_path / "p", "--kv-heads", 6, "--head-dim", 32, "-o", tmp_path / "b/", code=1).err
+    said = run("encode", tmp_path / "p", "--kv-heads", 6, "--head-dim", 32, "-o", tmp_path / "b/", code=2).err
     assert "the words speak for --kv-heads 3 --head-dim 64 --backend x86-avx2" in said and "--force" in said
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--kv-heads", 5),
+        ("--head-dim", 48),
+        ("--kv-heads", 5, "--valid-tokens", 64),
+        ("--kv-heads", 5, "--head-dim", 64),
+    ],
+)
+def test_encode_heads_that_no_layout_has_error_names_inferred_layout(prefix, run, options):
+    error = run("encode", prefix, *options, "-o", "b/", code=2).err
+    assert "--kv-heads 3 --head-dim 64 --backend x86-avx2" in error and "do not say" not in error

@@ -92,7 +92,7 @@ def test_commands_mixed_heads_are_read_and_restored(run, backend, told):
 @pytest.mark.slow
 def test_commands_mixed_heads_refuse_common_geometry(run):
     write_mixed("p")
-    assert "are not those of all" in run("encode", "p", "--kv-heads", 3, "--head-dim", 64, "-o", "b/", code=1).err
+    assert "are not those of all" in run("encode", "p", "--kv-heads", 3, "--head-dim", 64, "-o", "b/", code=2).err
     assert (
         "heads differ by layer" in run("mnn", "repack", "p", "--target-backend", "x86-avx512", "-o", "q/", code=2).err
     )

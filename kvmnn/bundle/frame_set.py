@@ -88,6 +88,12 @@ class FrameSet:
         self._file_ends = _find_file_ends(document) if file_ends is None else file_ends
         self._root = Path(path if os.path.isdir(path) else os.path.dirname(path) or ".")
 
+    def __repr__(self) -> str:
+        names = [f"{entry.name:.40}" for entry in self.arrays[:4]]
+        more_text = f", {len(self.arrays) - len(names)} more" if len(self.arrays) > len(names) else ""
+        sizes_text = f"{self.stored_bytes:,} bytes for {self.raw_bytes:,}"
+        return f"<FrameSet {self.path[-80:]} ({sizes_text}) {', '.join(names)}{more_text}>"
+
     @property
     def raw_bytes(self) -> int:
         """Return the raw bytes of all arrays."""

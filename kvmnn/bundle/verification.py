@@ -64,7 +64,10 @@ def compare_frame_set(
         if has_shapes and entry.shape != original.shape and not _is_flat(original):
             return BundleDifference(entry.name, f"shape {list(original.shape)} became {list(entry.shape)}")
         if entry.nbytes != original.nbytes:
-            return BundleDifference(entry.name, f"has {entry.nbytes} bytes, {original.name!r} has {original.nbytes}")
+            other_text = f"{original.name!r} of the original" if original.name != entry.name else "that of the original"
+            return BundleDifference(
+                entry.name, f"of the frames has {entry.nbytes} bytes, {other_text} {original.nbytes}"
+            )
         if entry.order != original.order and not _is_flat(original):
             return BundleDifference(entry.name, f"order {original.order} became {entry.order}")
     current_index, reader = 0, _ComparingReader(pairs[0])

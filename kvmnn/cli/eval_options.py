@@ -236,15 +236,12 @@ def build_settings(arguments: argparse.Namespace) -> EvaluationSettings:
 def _parse_budget(text: str) -> Budget:
     """Parse a number of tokens, or a share of them below 100 %."""
     from ..errors import KvmnnError
-    from ..policies.policy import Budget
+    from ..evaluation.settings import parse_budget
 
     try:
-        budget = Budget.parse(text)
+        return parse_budget(text)
     except KvmnnError as exc:
         raise argparse.ArgumentTypeError(str(exc)) from None
-    if budget.share is not None and budget.share >= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of tokens or a share below 100%")
-    return budget
 
 
 _PACKED_NAMES = ("backend", "lp", "hp", "flash_block", "int8", "name", "layer_order", "pid", "ignore_markers")

@@ -405,14 +405,14 @@ def refuse_idle_packed_options(
 
 
 def check_provenance(arguments: argparse.Namespace, info: CacheInfo | None, where: str) -> None:
-    """Raise `UnsuitableOptionError` when ``--model`` or ``--token-ids`` differ from those a cache was made with."""
-    from ..errors import UnsuitableOptionError
+    """Raise `SourceError` when ``--model`` or ``--token-ids`` differ from those that a cache was made with."""
+    from ..errors import SourceError
     from ..formats.mnn import list_provenance_mismatches
 
     model = None if is_gguf(arguments.model) else arguments.model  # of the other input
     if info is not None and (model or arguments.token_ids):
         for difference in list_provenance_mismatches(info, model, hash_token_ids(arguments)):
-            raise UnsuitableOptionError(f"{where}: {difference}")
+            raise SourceError(f"{where}: {difference}")
 
 
 def may_be_packed(path: str) -> bool:
@@ -433,7 +433,9 @@ def add_unpack_hint(arguments: argparse.Namespace, message: str) -> str:
     ):
         message += f"; {arguments.parser.prog} has no such option, kvmnn mnn unpack has"
     if not hasattr(arguments, "cast"):
-        message = message.replace("--cast converts them", "arrays (-o OUT.npz) become it by kvmnn mnn pack --cast")
+        message = message.replace(
+            "--cast (cast=True) converts them", "arrays (-o OUT.npz) become it by kvmnn mnn pack --cast"
+        )
     return message
 
 

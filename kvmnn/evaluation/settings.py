@@ -6,6 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
@@ -155,6 +156,15 @@ def expand_configurations(
     return expanded
 
 
+def parse_budget(text: str) -> Budget:
+    """Parse a number of tokens, or a share of them below 100 %; raise `OptionError` for anything else."""
+    with suppress(KvmnnError):
+        budget = Budget.parse(text)
+        if budget.share is None or budget.share < 1:
+            return budget
+    raise OptionError(f"{text!r} is not a whole number of tokens or a share below 100%")
+
+
 def check_budgets(specs: Sequence[str], budgets: Sequence[int]) -> None:
     """Raise `OptionError` for budgets without effect, because no policy takes one."""
     if not budgets or not specs or any(accepts_option(spec, "budget") for spec in specs):
@@ -170,7 +180,7 @@ def resolve_configurations(
     """Resolve the arguments of `kvmnn.evaluation.evaluate`; shares of budgets are of `tokens`."""
     entries = [policies] if isinstance(policies, PolicyLike) else policies
     sizes = [budgets] if isinstance(budgets, int | str) else budgets
-    budget_tokens = [Budget.parse(str(size)).resolve(tokens) for size in sizes]
+    budget_tokens = [parse_budget(str(size)).resolve(tokens) for size in sizes]
     if budget_tokens and not any(isinstance(entry, str) for entry in entries):
         names = ", ".join(entry.name if isinstance(entry, Policy) else str(entry) for entry in entries) or "none"
         raise OptionError(

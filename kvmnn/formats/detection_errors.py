@@ -67,7 +67,7 @@ def explain_unknown_folder(path: str) -> str:
     if not names:
         explanation = "it is an empty folder (known are folders of frames, MNN's KV dumps and caches, and .npy files)"
     elif "manifest.json" in names:
-        explanation = "it is a kvmnn bundle: decode it, or encode it with --codec dense or mnn"
+        return "is a kvmnn bundle of frames: decode it, or encode it with --codec dense or mnn"
     elif "llm_config.json" in names or ".mnn" in suffixes:
         explanation = "it looks like the folder of an MNN model (--model takes it, next to a cache)"
     elif ".onnx" in suffixes:

@@ -468,7 +468,7 @@ def restore(
     output: str | os.PathLike[str] | BinaryStream,
     options: DecodeOptions | None = None,
     *,
-    form: RestoredForm = "arrays",
+    form: RestoredForm | None = None,
     expected: PackedOptions | None = None,
     force: bool = False,
     progress: Progress | None = None,
@@ -484,7 +484,8 @@ def restore(
         See the functions of the forms.
     form
         Plain ``"arrays"`` (`restore_arrays`), the whole ``"file"`` of another engine (`restore_file`), a KV ``"dump"``
-        (`restore_dump`), or the files of a ``"prefix"`` cache (`restore_prefix`). `find_restored_form` chooses one.
+        (`restore_dump`), or the files of a ``"prefix"`` cache (`restore_prefix`). Default: what `find_restored_form`
+        chooses, as ``kvmnn decode`` does: the form that was encoded, or arrays if the suffix of `output` is of arrays.
     expected
         Expected properties of a prefix cache.
 
@@ -500,6 +501,7 @@ def restore(
         if has_format(path, LAYER_STREAMS) or has_format(path, zarr.ZARR):
             return _restore_source(path, output, limits, form, force=force, progress=progress)
         frames = open_frames(path, options=limits)
+    form = form or find_restored_form(frames, os.fspath(output) if isinstance(output, str | os.PathLike) else None)
     if form in ("dump", "prefix"):
         if not isinstance(output, str | os.PathLike):
             raise OptionError(f"a stream carries one file, not a {form}: use -o DIR/")
@@ -515,13 +517,13 @@ def _restore_source(
     path: str,
     output: str | os.PathLike[str] | BinaryStream,
     limits: DecodeOptions,
-    form: RestoredForm,
+    form: RestoredForm | None,
     *,
     force: bool,
     progress: Progress | None,
 ) -> RestoreResult:
     """Write the arrays of layer streams or of a Zarr store, which have no other form."""
-    if form != "arrays":
+    if form not in (None, "arrays"):
         raise OptionError(f"{path}: form is {form!r}: expected 'arrays', as these are no frames")
     options = ReadOptions(threads=limits.threads, max_bytes=limits.max_bytes, decode_frames=False)
     if has_format(path, zarr.ZARR):

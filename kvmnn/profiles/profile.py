@@ -24,6 +24,7 @@ from . import sections
 from .geometry import LayerGeometry
 
 MAGIC, VERSION = b"KVMP", 1
+_KIND = "profile of a model (kvmnn profile make)"
 KEY_BYTES = 32
 _MAX_LAYERS = 4096
 _MIN_TYPICAL_TOKENS = 4096
@@ -137,7 +138,7 @@ class Profile:
         return profile
 
     def _load(self, data: bytes, label: str) -> None:
-        header, arrays = sections.read_sections(data, label, MAGIC, VERSION)
+        header, arrays = sections.read_sections(data, label, MAGIC, VERSION, _KIND)
         self.info = ProfileInfo.from_json(header)
         self.arrays = MappingProxyType(arrays)
         self.key = hashlib.sha256(data).digest()

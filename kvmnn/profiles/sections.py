@@ -81,8 +81,10 @@ def read_file(path: Path) -> bytes:
         raise MissingFileError(f"{path}: does not exist") from None
 
 
-def read_sections(data: bytes, label: str, magic: bytes, version: int) -> tuple[JsonReader, Arrays]:
+def read_sections(data: bytes, label: str, magic: bytes, version: int, kind: str) -> tuple[JsonReader, Arrays]:
     """Read a file of sections, all of it: its header, and read-only arrays that share its memory.
+
+    `kind` is what such a file is called in the message about another one.
 
     Raises
     ------
@@ -93,7 +95,7 @@ def read_sections(data: bytes, label: str, magic: bytes, version: int) -> tuple[
     """
     if len(data) < _LAYOUT.size or data[:4] != magic:
         raise SourceError(
-            f"{label}: expected {_LAYOUT.size} bytes or more from {magic.decode()!r}, found {data[:4]!r} "
+            f"{label}: is no {kind}: expected {_LAYOUT.size} bytes or more from {magic.decode()!r}, found {data[:4]!r} "
             f"({len(data):,} bytes)"
         )
     _, found_version, flags, header_bytes, reserved, checksum = _LAYOUT.unpack_from(data)

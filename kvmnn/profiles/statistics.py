@@ -161,7 +161,8 @@ class Statistics:
             For a file that is not there, of another kind, or damaged.
         """
         label = os.fspath(path)
-        header, arrays = sections.read_sections(sections.read_file(Path(path)), label, _MAGIC, _VERSION)
+        data = sections.read_file(Path(path))
+        header, arrays = sections.read_sections(data, label, _MAGIC, _VERSION, "statistics of profile make")
         geometries = [LayerGeometry.from_json(entry) for entry in header.get("layers").read_list(1, _MAX_LAYERS)]
         expected_bytes = sum(
             8 * sum(_count_row(g) for g in geometries[max(0, layer - 2) : layer + 1]) * _count_row(geometries[layer])

@@ -36,7 +36,7 @@ def test_compare_frame_set_different_arrays_are_reported(tmp_path):
         in compare_frame_set(frames, [named(KEYS.reshape(400, 64)), named(KEYS, "v")]).description
     )
     assert (
-        "has 51200 bytes, 'k' has 51072"
+        "of the frames has 51200 bytes, that of the original 51072"
         in compare_frame_set(frames, [named(KEYS.ravel()[:-64]), named(KEYS, "v")]).description
     )
     assert compare_frame_set(frames, [named(KEYS.ravel()), named(KEYS, "v")]) is None

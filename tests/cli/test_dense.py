@@ -201,7 +201,7 @@ def test_dense_name_without_k_or_v_is_exit_code_2_with_hint(run, verb):
 @pytest.mark.parametrize(
     ("argv", "code", "message"),
     [
-        (["f", "-o", "d/"], 1, "it is a kvmnn bundle: decode it, or encode it with --codec dense or mnn"),
+        (["f", "-o", "d/"], 1, "is a kvmnn bundle of frames: decode it, or encode it with --codec dense or mnn"),
         (
             ["f", "--codec", "mnn", "-o", "d/", "--predictors", "raw"],
             2,

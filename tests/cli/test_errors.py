@@ -70,7 +70,7 @@ def tree(folder: Path) -> dict[str, int]:
         ("encode empty.bin --dtype fp16 -o x.frame", 1, "empty.bin: is empty"),
         ("encode odd.bin -o x.frame", 1, "raw bytes need a dtype (--dtype fp16, bf16 or fp32)"),
         ("encode dir -o x/", 1, "dir: not a file kvmnn knows: it is an empty folder"),
-        ("encode bundle -o x/", 1, "it is a kvmnn bundle: decode it"),
+        ("encode bundle -o x/", 1, "is a kvmnn bundle of frames: decode it"),
         ("encode both.npz --tensor x -o x/", 2, "no array named 'x'; it has 'k', 'v'"),
         ("encode ok.npy --tensor x -o x/", 2, "no array named 'x'; it has 'ok'"),
         ("decode missing.frame -o x.npy", 1, "missing.frame: cannot be read: No such file"),

@@ -64,7 +64,10 @@ def test_pack_takes_keys_and_values_of_different_types(here: Path, run) -> None:
     state, ((cells,),) = llama_files.state(Random(3), Shape(k_type="q8_0", v_type="f16"), [12])
     Path("both.session").write_bytes(state)
     pack = ("mnn", "pack", "both.session", "--kv-heads", 2, "--backend", "x86-avx2", "--name", "p", "-o", "p/")
-    assert "the arrays are fp16 and fp32, a layout holds one type: --cast converts them" in run(*pack, code=2).err
+    assert (
+        "the arrays are fp16 and fp32, a layout holds one type: --cast (cast=True) converts them"
+        in run(*pack, code=2).err
+    )
     run(*pack, "--cast", "--invert", "none")
     run("mnn", "unpack", "p", "-o", "back.npz")
     for layer in range(2):
@@ -493,7 +496,7 @@ def test_store_get_with_gguf_writes_a_packed_prefix(here: Path, run) -> None:
     run("store", "put", "s/", "x.session", "--model", "m.gguf")
     ids = ",".join(map(str, np.frombuffer(data, "<i4", 20, 12)))
     words = ("store", "get", "s/", "--token-ids", ids, "--model", "m.gguf", "--backend", "x86-avx2", "-o", "p/")
-    assert "the layout holds fp32: --cast converts them" in run(*words, "--name", "sys", code=2).err
+    assert "the layout holds fp32: --cast (cast=True) converts them" in run(*words, "--name", "sys", code=2).err
     assert "2 kv heads x 32 dims, fp32" in run(*words, "--name", "sys", "--cast").out
     assert "within 0" in run("diff", "p/", "x.session", "--model", "m.gguf", "--atol", "0").out
     assert "--cast is about the prefix cache" in run(*words[:7], "-o", "a.npz", "--cast", code=2).err

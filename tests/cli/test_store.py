@@ -155,7 +155,7 @@ def test_store_get_of_another_dtype(here: Path, run) -> None:
     assert note in run("store", "get", "S", *ids, "--dtype", "fp32", "-o", "x.npz", code=1).err
     packed = ("--backend", "x86-avx2", "--name", "p", "-o", "p/")
     said = run("store", "get", "S", *ids, *packed, code=2).err
-    assert "the arrays are fp16, the layout holds fp32: --cast converts them" in said
+    assert "the arrays are fp16, the layout holds fp32: --cast (cast=True) converts them" in said
     np.savez("wide.npz", **{name: words.astype(np.float32) for name, words in arrays(IDS[:30]).items()})
     run("store", "put", "S", "wide.npz", "--token-ids", "short.json", "--fingerprint", "m")
     made = run("store", "get", "S", *ids, *packed)
@@ -182,7 +182,7 @@ def test_store_put_prefix_cache_with_fewer_ids_is_refused(here: Path, run) -> No
     for document in Path("sys").glob("*.json"):
         document.unlink()  # as an engine writes it
     put = ["store", "put", "T", "sys/", "--fingerprint", "m", *layout, "--kv-heads", "2", "--head-dim", "4"]
-    error = run(*put, "--token-ids", "100,101,102", code=1).err
+    error = run(*put, "--token-ids", "100,101,102", code=2).err
     assert "sys/: 3 token ids, but in 2 of 2 layers rows after the 3 tokens are not zero, up to row 50" in error
     assert "say --valid-tokens 3 as well if only these tokens are meant" in error and not Path("T").exists()
     found = run(*put, "--token-ids", "100,101,102", "--valid-tokens", "3")

@@ -40,6 +40,13 @@ def test_expand_configurations_spec_with_size_is_used_once():
     assert found[2].create_policy() == FullCache()
 
 
+@pytest.mark.parametrize("budget", ["125%", "100%", "-1", "x"])
+def test_resolve_configurations_refuses_budgets_that_the_command_refuses(budget):
+    with pytest.raises(OptionError, match=r"not a whole number of tokens or a share below 100%"):
+        resolve_configurations(["streaming"], [budget], 100)
+    assert resolve_configurations(["streaming"], ["99.5%"], 200)[0].create_policy().budget == 199
+
+
 def test_resolve_configurations_unused_budgets_are_refused():
     for specs in (["h2o_engine"], ["full", "h2o_engine:block_tokens=8"], ["full"]):
         with pytest.raises(OptionError, match="a budget of 64 and 128 tokens has no effect here"):

@@ -58,7 +58,7 @@ def test_open_raw_words_need_dtype(here):
 def test_open_frames_as_raw_files(here):
     source = kvmnn.open("keys.frame", dtype="fp16", decode_frames=False)
     assert source["keys"].to_numpy().tobytes() == Path("keys.frame").read_bytes()
-    with pytest.raises(SourceError, match="it is a kvmnn bundle: decode it"):
+    with pytest.raises(SourceError, match="is a kvmnn bundle of frames: decode it"):
         kvmnn.open("both", decode_frames=False)
 
 

@@ -172,7 +172,7 @@ def test_profile_files_that_are_none_are_refused(tmp_path: Path) -> None:
         Profile.read(tmp_path / "none.kvmp")
     for data in (b"", b"KVMD" + bytes(100), bytes(1000)):
         (tmp_path / "other").write_bytes(data)
-        with pytest.raises(SourceError, match="KVMP"):
+        with pytest.raises(SourceError, match=r"is no profile of a model \(kvmnn profile make\).*KVMP"):
             Profile.read(tmp_path / "other")
     with pytest.raises(KvmnnError):
         Profile.read(tmp_path)

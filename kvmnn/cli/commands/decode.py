@@ -186,8 +186,21 @@ def _choose_output(arguments: argparse.Namespace, frames: FrameSet) -> str:
     if path.suffix in (".frames", ".frame") and not arguments.arrays and can_restore_file(frames):
         return str(path.with_suffix(""))
     if arguments.input == STDIO or path.suffix != ".frame" or len(frames.arrays) > 1:
-        raise UsageError("no output given: use -o X.npy, -o X.npz, -o DIR/ or -o -")
+        raise UsageError(f"no output given: use {_list_outputs(arguments, frames)}")
     stem = path.with_suffix("")
     return (
         str(stem) if stem.suffix == ".npy" else f"{stem}.npy"
     )  # K and V of a layer differ in what looks like a suffix
+
+
+def _list_outputs(arguments: argparse.Namespace, frames: FrameSet) -> str:
+    """List outputs that the frames can be decoded to, first that which gives back what was encoded."""
+    from ...bundle.passthrough import parse_passthrough
+    from ...formats.mnn import can_restore_prefix
+
+    passthrough = parse_passthrough(frames.document.metadata, frames.path) if frames.document else None
+    if passthrough is not None and not arguments.arrays:
+        return f"-o {passthrough.name} for the file that was encoded, -o X.npz or -o DIR/ for its arrays, or -o -"
+    if can_restore_prefix(frames, "DIR/") and not arguments.arrays:
+        return "-o DIR/ for the files of the prefix that was encoded, -o X.npz for its arrays"
+    return "-o X.npy, -o X.npz, -o DIR/ or -o -"

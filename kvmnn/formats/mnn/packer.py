@@ -254,7 +254,7 @@ def pack(
         num_layers = len(arrays) // 2 + len(states)
         check_model_agrees(model, read_model_geometry(model), layout.kv_heads, layout.head_dim, num_layers)
     if layout.dtype != dtype and not cast:
-        raise OptionError(f"the arrays are {dtype}, the layout holds {layout.dtype}: --cast converts them")
+        raise OptionError(f"the arrays are {dtype}, the layout holds {layout.dtype}: --cast (cast=True) converts them")
     name = resolve_prefix_name(name, packed_info)
     info = build_prefix_info(arrays, layout, name, capacity=capacity, reference_info=packed_info, states=states)
     token_counts = {layer.tokens for layer in info.layers}
@@ -388,7 +388,9 @@ def _unify_dtypes(arrays: Sequence[LayerArray], cast: bool) -> Sequence[LayerArr
     if len(dtype_names) == 1:
         return arrays
     if not cast:
-        raise OptionError(f"the arrays are {' and '.join(dtype_names)}, a layout holds one type: --cast converts them")
+        raise OptionError(
+            f"the arrays are {' and '.join(dtype_names)}, a layout holds one type: --cast (cast=True) converts them"
+        )
     return [replace(entry, array=upcast(entry.array)) for entry in arrays]
 
 

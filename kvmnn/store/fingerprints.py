@@ -15,7 +15,7 @@ from ..errors import KvmnnError
 from ..files.schema import JsonReader, parse_document, read_bounded
 from ..files.temporary import TemporaryPath
 from ..formats.mnn.model import compute_fingerprint, list_fingerprint_files
-from .directory.files import SETTINGS_FILE
+from .directory.files import SETTINGS_FILE, RecoveryFiles
 from .encryption import NO_CIPHER, StoreCipher
 
 FINGERPRINTS_FOLDER = "models"
@@ -67,7 +67,7 @@ def read_or_compute_fingerprint(
     except OSError:
         return method.compute(model)
     fingerprint = method.compute(model)
-    if not write or not (store / SETTINGS_FILE).is_file():
+    if not write or not _may_write(store, cipher):
         return fingerprint
     with suppress(OSError):
         newest_change = max(state[-1] for state in states) / 1e9
@@ -78,6 +78,15 @@ def read_or_compute_fingerprint(
             document = json.dumps({"fingerprint": fingerprint, "files": states, _WEIGHTS_KEY: weights}).encode()
             _write_memo(path, cipher.seal(document, path.name))
     return fingerprint
+
+
+def _may_write(store: Path, cipher: StoreCipher) -> bool:
+    """Return whether the directory is that of a store with this key: without it an encrypted store is left alone."""
+    if not (store / SETTINGS_FILE).is_file():
+        return False
+    with suppress(KvmnnError):
+        return RecoveryFiles(store, cipher).read_key_check() in (None, cipher.key_check)
+    return False
 
 
 def _list_known_files(method: FingerprintMethod, model: str, memo: JsonReader) -> Sequence[str | os.PathLike[str]]:

@@ -625,6 +625,24 @@ def test_transform_of_rounded_words_expects_no_loss_in_numbers(run, work, tmp_pa
     assert "expected once" in run("measure", work / "kv", "--codec", first, "--codec", second, code=2).err
 
 
+def test_transform_of_some_layers_counts_their_loss_and_is_read_back(run, tmp_path) -> None:
+    import transform_samples
+
+    from kvmnn.dense.rope import RopeConfig
+
+    geometry = transform_samples.create_geometries(3, 2, 8, 8, RopeConfig(10000.0, 8))
+    transform_samples.create_profile(geometry).write(tmp_path / "p.kvmp")
+    caches = transform_samples.create_caches(5, 50, geometry)[:2]
+    named = {f"layer_{c.layer}.{part}": words for c in caches for part, words in (("key", c.keys), ("value", c.values))}
+    np.savez(tmp_path / "kv.npz", **named)
+    codec = f"transform:{tmp_path / 'p.kvmp'},kl=0.02"
+    encoded = json.loads(run("encode", tmp_path / "kv.npz", "-o", tmp_path / "s/", "--codec", codec, "--json").out)
+    assert 0 < encoded["predicted_kl"] < 0.0199
+    assert "1 that the profile has are not in the input" in " ".join(encoded["notes"])
+    run("verify", tmp_path / "s")
+    run("decode", tmp_path / "s", "-o", tmp_path / "back.npz")
+
+
 def test_losses_before_a_codec_stay_in_records_of_copies(run, work, tmp_path) -> None:
     """Of a cast and two roundings each copy records all three, the first first."""
     codec = f"transform:{work / 'p.kvmp'},bits=3"

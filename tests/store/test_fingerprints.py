@@ -44,6 +44,13 @@ def test_remembered_fingerprint_is_the_computed_one(model: Path, monkeypatch: py
         assert opened.gc().foreign == ()
 
 
+def test_fingerprint_is_not_written_into_an_encrypted_store_without_its_key(model: Path) -> None:
+    folder = model.parent / "E"
+    PrefixStore(folder, key=bytes(32)).close()
+    assert read_or_compute_fingerprint(str(model), folder) == compute_fingerprint(str(model))
+    assert not (folder / "models").exists()
+
+
 def test_remembered_fingerprint_of_changed_files_is_computed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, weights = model.parent / "S", model / "llm.mnn.weight"
     before = read_or_compute_fingerprint(str(model), store)

@@ -70,6 +70,27 @@ def test_put_of_texts_of_equal_benefit_evicts_the_least_recently_used(new_url, e
 
 
 @pytest.mark.parametrize("engine", BACKENDS)
+@pytest.mark.parametrize("policy", ["lru", "benefit"])
+def test_gc_at_once_and_in_steps_evict_the_same(new_url, engine, policy) -> None:
+    """Units that others followed are candidates at once: the least used texts go as a whole, others stay whole."""
+    lengths = []
+    for num_steps in (1, 8):
+        with PrefixStore(new_url(engine), 10**6, block_tokens=4, codec="frames", policy=policy) as store:
+            for ids in TEXTS:  # two units each
+                put(store, ids[:4])
+                put(store, ids)
+            for ids in TEXTS[4:]:
+                store.get(ids, model=MODEL)
+            stored_bytes = store.stats().bytes
+            for step in range(1, num_steps + 1):
+                store.gc(stored_bytes - stored_bytes * 7 * step // num_steps // 16)
+            lengths.append([store.match(ids, model=MODEL) for ids in TEXTS])
+    assert lengths[0] == lengths[1]
+    if policy == "lru":  # units of a text need not be of equal benefit
+        assert lengths[0][:3] == [0] * 3 and lengths[0][4:] == [8] * 4
+
+
+@pytest.mark.parametrize("engine", BACKENDS)
 def test_uses_fade_when_others_are_evicted(new_url, tmp_path, engine) -> None:
     """A text that was used three times goes after about three rounds of a full store, not never."""
     max_bytes = 3 * measure_unit_bytes(tmp_path / "sizes") + 100

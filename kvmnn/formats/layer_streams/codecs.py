@@ -90,7 +90,7 @@ class CacheEncoder:
     Attributes
     ----------
     predicted_kl : float or None
-        After the first layer: nats a token that lossy streams are expected to cost; None where nothing says it.
+        After the last layer: nats a token that lossy streams are expected to cost; None where nothing says it.
     """
 
     def __init__(self, profile: Profile, options: LayerStreamOptions) -> None:
@@ -138,7 +138,12 @@ class CacheEncoder:
         self.predicted_kl = plan.kl if plan.is_measured else None
         if options.first + options.recent >= tokens:
             self.predicted_kl = 0.0  # every token is exact
-        yield from self._encode_by_plan(itertools.chain(sample, iterator), options, plan)
+        layers_seen = []
+        for encoded in self._encode_by_plan(itertools.chain(sample, iterator), options, plan):
+            layers_seen.append(encoded.decoded.layer)
+            yield encoded
+        if self.predicted_kl:  # of the layers that there are: headers of streams have a loss each
+            self.predicted_kl = float(plan.losses[layers_seen].sum())
 
     def _encode_by_plan(
         self, layers: Iterable[LayerCache], options: TransformOptions, plan: StepPlan

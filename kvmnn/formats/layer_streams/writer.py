@@ -345,6 +345,12 @@ def _record_int8(source: Source) -> dict[str, str]:
 def _list_notes(profile: Profile, reader: LayerReader, document: LayerStreamsDocument) -> tuple[str, ...]:
     """Return what a reader should know of the profile, and a ratio that was missed."""
     notes = _compare_dtypes(profile, reader)
+    num_missing = len(profile.info.layers) - len(document.layers)
+    if num_missing > 0:
+        notes += (
+            f"K and V of {len(document.layers)} layers: {num_missing} that the profile has are not in the input, and "
+            "in no figure here",
+        )
     if document.stored_bytes > document.raw_bytes:
         notes += (f"the streams take more bytes than K and V, {document.stored_bytes:,} of {document.raw_bytes:,}",)
     if not document.is_lossy:

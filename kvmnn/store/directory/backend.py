@@ -503,7 +503,7 @@ class DirectoryBackend:
         with self.index.begin_reading() as cursor:
             evictable_units = [
                 unit
-                for unit in index_updates.list_evictable_leaves(cursor, max_bytes)
+                for unit in index_updates.list_evictable_units(cursor, max_bytes)
                 if self.files.make_path(unit).is_file()
             ]
         self.files.delete_units(evictable_units)

@@ -6,10 +6,11 @@ new index if the old one is lost or damaged.
 
 from __future__ import annotations
 
+import heapq
 import os
 import sqlite3
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,10 +48,11 @@ from .index import (
 )
 from .lookup import Lookup, find_stored_blocks
 
-_UNITS_PER_QUERY = 64
 _SELECT_LEAVES_SQL = (
-    "SELECT id, bytes, priority FROM unit WHERE children = 0 AND pins = 0{} ORDER BY priority, used, id DESC"
+    "SELECT priority, used, id, bytes FROM unit WHERE children = 0 AND pins = 0{} ORDER BY priority, used, id DESC"
 )
+_SELECT_PARENT_SQL = """SELECT id, bytes, priority, used, children, pins,
+    (SELECT tokens = 0 FROM unit WHERE id = ?) FROM unit WHERE id = (SELECT parent FROM unit WHERE id = ?)"""
 _SET_PRIORITY_SQL = f"""UPDATE unit SET priority = CASE (SELECT policy FROM state) WHEN 'benefit' THEN
     min((SELECT clock FROM state) + uses * (CASE tokens WHEN 0 THEN start ELSE tokens END * {BENEFIT_SCALE}
     / max(bytes, 1)), {MAX_UNIT_PRIORITY}) ELSE used END"""
@@ -268,56 +270,71 @@ def list_all_with_descendants(cursor: ValidatingCursor, units: Iterable[int]) ->
 
 
 def evict_units(
-    cursor: ValidatingCursor, max_bytes: int, spaces: Sequence[int] | None = None, exempt_units: Sequence[int] = ()
+    cursor: ValidatingCursor, max_bytes: int, spaces: Sequence[int] | None = None, exempt_units: Collection[int] = ()
 ) -> list[int]:
     """Delete the rows of the units with the lowest priorities, ends of sequences first; return the units.
 
     With `spaces`, only units of these namespaces are evicted, until at most `max_bytes` of them are left. The exempt
     units stay: those of a put, which a store would else never admit while the others save more.
     """
+    evicted = _list_evictable(cursor, max_bytes, spaces, exempt_units)
+    delete_units(cursor, [unit for unit, _ in evicted])
+    clock = max((priority for _, priority in evicted), default=0)
+    cursor.execute("UPDATE state SET clock = max(clock, ?)", (clock,))
+    return [unit for unit, _ in evicted]
+
+
+def list_evictable_units(cursor: ValidatingCursor, max_bytes: int) -> list[int]:
+    """Return the units that `evict_units` would delete, in its order."""
+    return [unit for unit, _ in _list_evictable(cursor, max_bytes)]
+
+
+class _Candidate(NamedTuple):
+    """A unit that no other follows, in the order of eviction."""
+
+    priority: int
+    used: int
+    negative_unit: int
+    nbytes: int
+
+
+def _iter_leaves(cursor: ValidatingCursor, condition: str) -> Iterator[_Candidate]:
+    """Yield the units that no other follows, in the order of eviction, while the cursor runs other queries."""
+    offset, limit = 0, 64
+    query = f"{_SELECT_LEAVES_SQL.format(condition)} LIMIT ? OFFSET ?"
+    while rows := cursor.fetch_rows(tuple[int, int, int, int], query, (limit, offset)):
+        yield from (_Candidate(priority, used, -unit, nbytes) for priority, used, unit, nbytes in rows)
+        offset, limit = offset + len(rows), 2 * limit
+
+
+def _list_evictable(
+    cursor: ValidatingCursor, max_bytes: int, spaces: Sequence[int] | None = None, exempt_units: Collection[int] = ()
+) -> list[tuple[int, int]]:
+    """Return the units to evict, each with its priority, one by one: what a unit follows is a candidate after it."""
     condition = "" if spaces is None else f" AND space IN {_format_numbers(spaces)}"
-    condition += f" AND id NOT IN {_format_numbers(exempt_units)}" if exempt_units else ""
-    parent_of_state_query = (  # it is of no use without its state
-        "SELECT id, bytes FROM unit WHERE id = (SELECT parent FROM unit WHERE id = ? AND tokens = 0) "
-        "AND children = 1 AND pins = 0"
-    )
-    evicted: list[int] = []
+    condition += f" AND id NOT IN {_format_numbers([*exempt_units])}" if exempt_units else ""
+    leaves = _iter_leaves(cursor, condition)
+    exposed: list[_Candidate] = []
+    num_children: dict[int, int] = {}
+    evicted: list[tuple[int, int]] = []
     remaining_bytes = read_total_bytes(cursor, spaces)
-    while remaining_bytes > max_bytes:
-        leaves = cursor.fetch_rows(
-            tuple[int, int, int], f"{_SELECT_LEAVES_SQL.format(condition)} LIMIT ?", (_UNITS_PER_QUERY,)
-        )
-        if not leaves:
-            break
-        batch: dict[int, None] = {}
-        clock = 0
-        for unit, nbytes, priority in leaves:
-            if remaining_bytes <= max_bytes:
-                break
-            remaining_bytes -= nbytes
-            clock = priority
-            batch[unit] = None
-            if remaining_bytes > max_bytes:
-                for parent, parent_bytes in cursor.fetch_rows(tuple[int, int], parent_of_state_query, (unit,)):
-                    if parent not in batch:
-                        remaining_bytes -= parent_bytes
-                        batch[parent] = None
-        delete_units(cursor, batch)
-        cursor.execute("UPDATE state SET clock = max(clock, ?)", (clock,))
-        evicted += batch
+    next_leaf = next(leaves, None)
+    while remaining_bytes > max_bytes and (exposed or next_leaf):
+        if next_leaf is None or (exposed and exposed[0] < next_leaf):
+            candidate = heapq.heappop(exposed)
+        else:
+            candidate, next_leaf = next_leaf, next(leaves, None)
+        unit = -candidate.negative_unit
+        evicted.append((unit, candidate.priority))
+        remaining_bytes -= candidate.nbytes
+        for parent, nbytes, priority, used, children, pins, is_state in cursor.fetch_rows(
+            tuple[int, int, int, int, int, int, int], _SELECT_PARENT_SQL, (unit, unit)
+        ):
+            num_children[parent] = num_children.get(parent, children) - 1
+            if not num_children[parent] and not pins and parent not in exempt_units:
+                # without its state a unit is of no use
+                heapq.heappush(exposed, _Candidate(-1 if is_state else priority, used, -parent, nbytes))
     return evicted
-
-
-def list_evictable_leaves(cursor: ValidatingCursor, max_bytes: int) -> list[int]:
-    """Return those units that `evict_units` would delete and that no unit follows."""
-    remaining_bytes = read_total_bytes(cursor)
-    leaf_ids = []
-    for unit, nbytes, _ in cursor.iter_rows(tuple[int, int, int], _SELECT_LEAVES_SQL.format("")):
-        if remaining_bytes <= max_bytes:
-            break
-        remaining_bytes -= nbytes
-        leaf_ids.append(unit)
-    return leaf_ids
 
 
 fcntl: Any

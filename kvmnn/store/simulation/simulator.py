@@ -2,7 +2,7 @@
 
 It repeats what a directory does: units of up to 512 tokens of one put, found by keys of blocks and to the symbol in the
 block where two texts part; ends of texts are evicted before their beginnings; a use sets all units of a prefix to one
-tick; candidates for eviction are selected 64 at a time. `tests/store/test_simulation.py` compares it with real stores.
+tick. `tests/store/test_simulation.py` compares it with real stores.
 """
 
 from __future__ import annotations

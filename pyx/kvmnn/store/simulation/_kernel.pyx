@@ -21,7 +21,6 @@ cdef enum:
     DELETED = -1
     COMPACTION_MIN_ENTRIES = 4096
     MIN_CAPACITY = 1024
-    LEAVES_PER_BATCH = 64  # as a directory selects them: units before them are candidates from the next batch on
 
 POLICY_NUMBERS = {"lru": LRU, "benefit": BENEFIT, "belady": BELADY}
 
@@ -36,7 +35,6 @@ cdef struct Unit:
     int32_t first_block
     int32_t tokens
     char is_queued        # the heap has an entry with its priority
-    char is_exposed       # what followed it was evicted in this batch: it is a candidate from the next one on
 
 cdef struct Leaf:
     int64_t priority
@@ -298,7 +296,6 @@ cdef class SimulatedStore:
             unit.parent, unit.children = parent, 1
             unit.key_begin, unit.num_keys = begin + first_block, <int32_t>(end_block - first_block)
             unit.first_block, unit.num_uses, unit.is_queued = <int32_t>first_block, 1, False
-            unit.is_exposed = False
             unit.tokens, unit.last_use = <int32_t>unit_tokens, 0
             owned_end = begin + min(end_block, num_whole)
             for index in range(unit.key_begin, owned_end):
@@ -386,41 +383,23 @@ cdef class SimulatedStore:
         """Evict the leaves with the lowest priorities, of equal ones the least recently used and of these the last one,
         until the store is within its limit.
         """
-        cdef int64_t exposed[LEAVES_PER_BATCH]
-        cdef int64_t num_exposed = 0, num_batch = 0, parent
+        cdef int64_t parent
         cdef Leaf leaf
-        while self.total_bytes > self.max_bytes:
-            if num_batch == LEAVES_PER_BATCH or not self.num_leaves:
-                if not num_batch:
-                    break
-                self.push_exposed(exposed, num_exposed)
-                num_exposed = num_batch = 0
-                continue
+        while self.total_bytes > self.max_bytes and self.num_leaves:
             leaf = self.pop()
             unit = &self.units[leaf.unit]
             if unit.priority != leaf.priority or unit.last_use != leaf.last_use:
                 continue
             unit.is_queued = False
-            if unit.children or unit.is_exposed:  # an entry of the time before anything followed it
+            if unit.children:  # an entry of the time before anything followed it
                 continue
             if self.policy == BENEFIT:  # what is put later must beat what was evicted
                 self.clock = max(self.clock, leaf.priority)
             self.evicted_units += 1
             self.evicted_bytes += self.unit_bytes[unit.tokens]
-            num_batch += 1
             parent = self.delete(leaf.unit)
             if parent >= 0:
-                self.units[parent].is_exposed = True
-                exposed[num_exposed] = parent
-                num_exposed += 1
-        self.push_exposed(exposed, num_exposed)
-        return 0
-
-    cdef int push_exposed(self, const int64_t *units, int64_t count) except -1:
-        cdef int64_t position
-        for position in range(count):
-            self.units[units[position]].is_exposed = False
-            self.push(units[position])
+                self.push(parent)
         return 0
 
     cdef int push(self, int64_t number) except -1:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from .._util.text import pluralize
 from .._util.validation import validate_int
 from ..arrays.layer_cache import LayerCache
+from ..arrays.source import list_losses
 from ..dense import RopeConfig
 from ..dtypes import PARTS, Part, infer_dtype
 from ..errors import KvmnnError, OutputError
@@ -256,9 +257,13 @@ def make_profile_from_caches(
     statistics: Statistics | None = None
     origins: list[TextOrigin] = []
     notes: list[str] = []
+    losses: dict[str, str] = {}
     dtype_name = ""
     for path in caches:
-        layers = read_layer_caches(open_source(path))
+        source = open_source(path)
+        for loss in list_losses(source.metadata):
+            losses.setdefault(loss, Path(path).name)
+        layers = read_layer_caches(source)
         if statistics is None:
             geometries, notes = find_cache_layers(layers, rope)
             statistics, dtype_name = Statistics(geometries), layers[0].dtype
@@ -271,6 +276,7 @@ def make_profile_from_caches(
             progress(1)
     if statistics is None:
         raise KvmnnError("a profile is made of at least one cache")
+    notes += [f"{name}: {loss}; the profile is of what is left." for loss, name in losses.items()]
     if options.purpose != "lossless":
         notes.append(
             "Made of caches alone: lossless tables are complete; steps of lossy streams follow the size of the "

@@ -166,7 +166,10 @@ def check_output_suffix(arguments: argparse.Namespace, output: str, arrays: Sequ
         return
     suggestion = suggest(suffix, ARRAY_FORMATS)
     formats = ", ".join(ARRAY_FORMATS)
-    raise UsageError(f"{output}: {suffix!r} is none of {formats}{suggestion}; --raw writes the raw words of the array")
+    raise UsageError(
+        f"{output}: {suffix!r} is none of {formats}{suggestion}; --raw writes the raw words of one array, "
+        f"{output}/ is a folder"
+    )
 
 
 def print_finding(line: object) -> None:

@@ -245,7 +245,7 @@ def _parse_budget(text: str) -> Budget:
 
 
 _PACKED_NAMES = ("backend", "lp", "hp", "flash_block", "int8", "name", "layer_order", "pid", "ignore_markers")
-_CACHE_OPTIONS = ("token_ids", "undo", "dtype", "tensor", "skip_unsupported", "token_major")
+_CACHE_OPTIONS = ("token_ids", "undo", "dtype", "tensor", "skip_unsupported", "token_major", "profile")
 _EXCLUDED_OPTIONS = (
     ("timing", "nothing is timed"),
     ("store", "a prefix store says what texts begin with, too"),
@@ -281,6 +281,7 @@ def add_start_options(parser: Any) -> None:
     group.add_argument("--tensor", action="append", default=[], metavar="NAME", help="take this array (repeatable)")
     shared_options.add_ignore_option(group, "unsupported", "skip_unsupported", "its arrays that are not K and V")
     group.add_argument("--token-major", action="store_true", help="its arrays are [token, kv_head, head_dim]")
+    shared_options.add_profile_option(group)
     shared_options.add_axes_options(parser)
     packed_group = parser.add_argument_group(
         "packed files", "What MNN's prefix caches and live files do not say themselves."

@@ -57,6 +57,11 @@ def load(
     engine_read_options = packed_options.build_engine_options(
         arguments, any_heads=any_heads, is_whole_file=is_whole_file
     )
+    profile = getattr(arguments, "profile", None)
+    if profile is not None and not any(map(is_layer_streams, paths)):
+        if not is_one_of_several and not getattr(arguments, "has_own_profile", False):
+            refuse_idle_profile(arguments, paths)
+        profile = None
     options = ReadOptions(
         dtype=arguments.dtype,
         forbid_reinterpretation=as_numbers,
@@ -68,6 +73,7 @@ def load(
         engine=engine_read_options if len(paths) == 1 else replace(engine_read_options, invert=None),
         axis_spec=axis_spec if len(paths) == 1 else AxisSpec(),
         codes=codes,
+        profile=profile,
         max_bytes=getattr(arguments, "max_bytes", None),
     )
     if original_of is not None:
@@ -86,6 +92,20 @@ def load(
     if (as_layers or axis_spec.axes) and not is_token_major and (hint := suggest_token_major(source, axis_spec.axes)):
         source.notes.append(hint)
     return source
+
+
+def is_layer_streams(path: str) -> bool:
+    """Return whether an input is a folder of layer streams, or its ``layers.json``."""
+    from ..formats import has_format
+    from ..formats.layer_streams.reader import LAYER_STREAMS
+
+    return has_format(path, LAYER_STREAMS)
+
+
+def refuse_idle_profile(arguments: argparse.Namespace, paths: Sequence[str]) -> None:
+    """Raise `UsageError` for ``--profile`` if no input is layer streams."""
+    if not any(map(is_layer_streams, paths)):
+        shared_options.refuse_given(arguments, ["profile"], f"is about layer streams, and {' '.join(paths)} holds none")
 
 
 def open_frame_set(path: str | MappedFile, arguments: argparse.Namespace, options: DecodeOptions) -> FrameSet:

@@ -94,21 +94,6 @@ def add_codec_option(parser: Any, help_text: str, **settings: Any) -> None:
     parser.add_argument("--codec", help=help_text, **{**defaults, **settings})
 
 
-def add_profile_option(parser: Any) -> None:
-    """Add ``--profile``."""
-    parser.add_argument(
-        "--profile", metavar="FILE", help="profile of layer streams (default: looked for alongside them)"
-    )
-
-
-def is_layer_streams(path: str) -> bool:
-    """Return whether an input is a folder of layer streams, or its ``layers.json``."""
-    from ..formats import has_format
-    from ..formats.layer_streams.reader import LAYER_STREAMS
-
-    return has_format(path, LAYER_STREAMS)
-
-
 def encode(arguments: argparse.Namespace) -> int:
     """Encode the inputs of ``kvmnn encode`` into a folder of layer streams."""
     from ..files.file_names import has_zarr_suffix
@@ -147,7 +132,7 @@ def decode(arguments: argparse.Namespace) -> int:
     options = ReadOptions(profile=arguments.profile, threads=arguments.threads, max_bytes=arguments.max_bytes)
     with console.progress_bar(arguments, 0, "decode") as step:
         result = restore_layers(arguments.input, arguments.output, options, force=arguments.force, progress=step)
-    input_sources.report_notes(result.notes, arguments)
+    input_sources.report_notes([note for note in result.notes if note not in result.losses], arguments)
     console.show_result(arguments, "decode", result)
     return 0
 

@@ -223,15 +223,27 @@ _FLOAT8_CODE_TYPES = (
 )  # numpy takes long to import
 
 
-def add_source_options(parser: Any, dtype_help: str, *, axes: bool = True) -> None:
-    """Add ``--dtype``, ``--tensor`` and ``--ignore unsupported``; with `axes` also the options for the axis order."""
+def add_source_options(parser: Any, dtype_help: str, *, axes: bool = True, profile: bool = True) -> None:
+    """Add ``--dtype``, ``--tensor`` and ``--ignore unsupported``; with `axes` also the options for the axis order.
+
+    With `profile` also ``--profile``, for verbs whose inputs may be layer streams.
+    """
     add_dtype_option(parser, dtype_help, with_float8=True)
     parser.add_argument("--tensor", action="append", default=[], metavar="NAME", help="take this array (repeatable)")
     add_ignore_option(
         parser, "unsupported", "skip_unsupported", "arrays that frames do not support (float64, int64, empty ...)"
     )
+    if profile:
+        add_profile_option(parser)
     if axes:
         add_axes_options(parser)
+
+
+def add_profile_option(parser: Any) -> None:
+    """Add ``--profile``."""
+    parser.add_argument(
+        "--profile", metavar="FILE", help="profile of layer streams (default: looked for alongside them)"
+    )
 
 
 def add_dtype_option(parser: Any, text: str, *, with_float8: bool = False) -> None:

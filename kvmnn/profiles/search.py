@@ -102,8 +102,9 @@ class ProfileFinder:
                 self._files[profile.key] = candidate
                 if profile.key == key:
                     return profile
+        copy = f", or copy it into {self._folders[0]}" if self._folders else ""
         state = f"which cannot be read ({damage})" if damage else "which is not there"
-        raise SourceError(f"{needed}, {state}: --profile FILE says where it is")
+        raise SourceError(f"{needed}, {state}: --profile FILE says where it is{copy}")
 
     def find_file(self, key: bytes) -> str | None:
         """Return the file of the profile with a key, None for one that is no file; raise as `get`."""

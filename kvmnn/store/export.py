@@ -237,10 +237,14 @@ class ExportedSequence(NamedTuple):
     #: What its K and V had lost before they were put; empty for nothing.
     loss: str
 
+    def is_rounded_once_more(self, result: PutResult, ready_units: ReadyUnits) -> bool:
+        """Return whether what was stored of lossy units had been rounded before."""
+        is_rounded_again = self.is_rounded_again or ready_units.has_encoded
+        return bool(result.stored_bytes and self.lossy_streams and is_rounded_again)
+
     def describe_import(self, result: PutResult, ready_units: ReadyUnits) -> PutResult:
         """Return the result of putting it; without a loss where words were rounded more than once."""
-        is_rounded_again = self.is_rounded_again or ready_units.has_encoded
-        if not result.stored_bytes or not self.lossy_streams or not is_rounded_again:
+        if not self.is_rounded_once_more(result, ready_units):
             return result
         note = f"{self.path}: is LOSSY, and its words were rounded once more: what was lost in all is not known"
         return replace(result, predicted_kl=None, notes=(*result.notes, note))

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from .._util.validation import repr_short, validate_int
 from ..arrays.layer_cache import LayerCache
 from ..arrays.opaque_state import OpaqueState
-from ..arrays.source import join_losses
+from ..arrays.source import ROUNDED_TEXT, join_losses
 from ..dense import RopeConfig
 from ..errors import KvmnnError, MissingDependencyError, OptionError
 from ..files.urls import URL_SCHEME_PATTERN, redact_url
@@ -879,6 +879,8 @@ class PrefixStore:
         put, namespace, ids = self._put(
             exported.ids, exported.layers, exported.model, ready_units=ready_units, loss=exported.loss
         )
+        if exported.is_rounded_once_more(put, ready_units):
+            self._save_loss(namespace, f"{ROUNDED_TEXT} before they were put, of an exported sequence")
         put = exported.describe_import(put, ready_units)
         return self._save_label(label or file_label, put, namespace, ids, keep_label=label is None)
 

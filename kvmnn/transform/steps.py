@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from .._util.validation import validate_int
+from .._util.validation import repr_short, validate_int
 from ..arrays.layer_cache import LayerCache
 from ..dtypes import PARTS
 from ..errors import KvmnnError, OptionError
@@ -71,12 +72,19 @@ class TransformOptions:
     def __post_init__(self) -> None:
         if sum(value is not None for value in (self.kl, self.ratio, self.bits)) > 1:
             raise OptionError("kl, ratio and bits: expected one of them")
-        limits = (("kl", self.kl, 1e-9, MAX_KL), ("ratio", self.ratio, 1.0, 1000.0), ("bits", self.bits, 0.02, 16.0))
+        limits: tuple[tuple[str, Any, float, float], ...] = (
+            ("kl", self.kl, 1e-9, MAX_KL),
+            ("ratio", self.ratio, 1.0, 1000.0),
+            ("bits", self.bits, 0.02, 16.0),
+        )
         for name, value, low, high in limits:
+            is_number = isinstance(value, Real) and not isinstance(value, bool)
+            if value is not None and not is_number:
+                raise OptionError(f"{name} is {repr_short(value)}: expected a number")
             if value is not None and not low <= value <= high:
                 raise OptionError(f"{name} is {value}: expected {low:g} to {high:g}")
         if self.below not in (None, 0, 1, 2):
-            raise OptionError(f"below is {self.below}: expected 0, 1 or 2 layers")
+            raise OptionError(f"below is {repr_short(self.below)}: expected 0, 1 or 2 layers")
         validate_int(self.first, "first", 0)
         validate_int(self.recent, "recent", 0)
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
+import time
 
 import linear_samples
 import numpy as np
@@ -11,7 +15,7 @@ import pytest
 from repository import FIXTURES
 
 import kvmnn
-from kvmnn.errors import KvmnnError
+from kvmnn.errors import OptionError
 from kvmnn.formats import LayerStreamOptions
 
 
@@ -264,6 +268,7 @@ def test_encode_with_transform_says_lossy_everywhere(run, work, tmp_path) -> Non
         assert "LOSSY" in out and "LOSSLESS" not in out, words
         if words[0] != "encode":
             assert json.loads(run(*words, "--json", *(["-f"] if words[0] == "decode" else [])).out)
+        assert " LOSSY: K and V are rounded; KL divergence" in out
     assert np.load(tmp_path / "back" / "layer_0.key.npy").shape == np.load(work / "kv" / "layer_0.key.npy").shape
 
 
@@ -338,6 +343,50 @@ def test_verify_of_several_folders_of_layer_streams_has_a_verdict_of_each(run, w
         assert [line["ok"] for line in lines] == [True, False]
     shown = run("inspect", *folders, code=1).out
     assert "INCOMPLETE: layer_2.kvmx: missing" in shown and "5 of 6 layer streams" in shown
+
+
+def test_streams_away_from_their_profile_are_read_by_verbs_with_its_file(run, work, tmp_path) -> None:
+    codec, streams = f"transform:{work / 'p.kvmp'},ratio=4", tmp_path / "far" / "away" / "s"
+    run("encode", work / "kv", "-o", tmp_path / "s", "--codec", codec)
+    streams.parent.mkdir(parents=True)
+    shutil.move(tmp_path / "s", streams)
+    for words in (
+        ("diff", streams, streams),
+        ("measure", streams, "--codec", codec),
+        ("encode", streams, "-o", tmp_path / "frames/"),
+        ("mnn pack", streams, "-o", tmp_path / "packed", "--name", "x", "--backend", "x86-avx2"),
+    ):
+        error = run(*words, code=1).err
+        assert f"which is not there: --profile FILE says where it is, or copy it into {streams}" in error, error
+        run(*words, "--profile", work / "p.kvmp")
+    for words in (("diff", work / "kv", work / "kv"), ("encode", work / "kv", "-o", tmp_path / "x/")):
+        assert "--profile is about layer streams" in run(*words, "--profile", work / "p.kvmp", code=2).err
+
+
+def test_profile_make_from_lossy_caches_notes_the_loss(run, work, tmp_path) -> None:
+    run("encode", work / "kv", "-o", tmp_path / "s/", "--codec", f"transform:{work / 'p.kvmp'},ratio=4")
+    words = ["--rope", "none", "--below", "0", "--for", "lossless", "--json"]
+    made = run("profile make", "--from", work / "kv", tmp_path / "s", "-o", tmp_path / "q.kvmp", *words)
+    (note,) = [note for note in json.loads(made.out)["notes"] if "LOSSY" in note]
+    assert note.startswith("s: LOSSY: K and V are rounded") and note.endswith("the profile is of what is left.")
+
+
+@pytest.mark.slow
+def test_profile_make_interrupted_names_the_folder_that_stays(work, tmp_path) -> None:
+    output, folder = tmp_path / "q.kvmp", tmp_path / "q.kvmp.partial"
+    words = ["profile", "make", FIXTURES / "lm", "--text", *sorted((FIXTURES / "lm" / "texts").glob("*.txt"))]
+    with subprocess.Popen(
+        [sys.executable, "-m", "kvmnn", *words, "-o", output], stderr=subprocess.PIPE, text=True
+    ) as process:
+        while process.poll() is None and not folder.is_dir():
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+    assert error.endswith(
+        f"kvmnn: note: what was done is kept in {folder}: the same command goes on from there\n"
+        "kvmnn: error: interrupted\n"
+    )
+    assert folder.is_dir() and not output.exists()
 
 
 def test_store_import_of_profile_streams_into_a_new_store_keeps_their_codec(run, work, tmp_path) -> None:
@@ -614,6 +663,14 @@ def test_transform_exact_tokens_come_on_top_of_a_ratio(run, work, tmp_path) -> N
     assert any(f"64 of {tokens} tokens are exact and come on top" in note for note in results[60]["notes"])
 
 
+@pytest.mark.parametrize(("setting", "has_both"), [("ratio=4,first=16", False), ("ratio=8", True)])
+def test_ratio_that_exact_tokens_alone_do_not_explain_is_noted(run, work, tmp_path, setting, has_both) -> None:
+    codec = f"transform:{work / 'p.kvmp'},{setting}"
+    notes = json.loads(run("encode", work / "kv", "-o", tmp_path / "s/", "--codec", codec, "--json").out)["notes"]
+    texts = ", and the profile is of other texts" if has_both else ""
+    assert any(note.endswith(f"tokens are exact and come on top{texts}") for note in notes), notes
+
+
 def test_transform_of_rounded_words_expects_no_loss_in_numbers(run, work, tmp_path) -> None:
     first, second = f"transform:{work / 'p.kvmp'},bits=2", f"transform:{work / 'p.kvmp'},bits=3"
     run("encode", work / "kv", "-o", tmp_path / "a/", "--codec", first)
@@ -660,8 +717,14 @@ def test_losses_before_a_codec_stay_in_records_of_copies(run, work, tmp_path) ->
 
 @pytest.mark.parametrize(
     ("codec", "settings", "message"),
-    [("x", {}, "expected 'profile' or 'transform'"), ("transform", {"kl": 1.0, "ratio": 3.0}, "expected one of them")],
+    [
+        ("x", {}, "expected 'profile' or 'transform'"),
+        ("transform", {"kl": 1.0, "ratio": 3.0}, "expected one of them"),
+        ("transform", {"kl": "x"}, "kl is 'x': expected a number"),
+        ("transform", {"first": "x"}, "first must be an integer, not str"),
+        ("profile", {"below": "x"}, "below must be an integer, not str"),
+    ],
 )
 def test_layer_stream_options_refuse_bad_values_at_once(codec, settings, message) -> None:
-    with pytest.raises(KvmnnError, match=message):
+    with pytest.raises(OptionError, match=message):
         LayerStreamOptions(codec=codec, profile="p.kvmp", settings=settings)

@@ -495,6 +495,7 @@ def test_lossy_export_says_so_and_goes_into_stores_that_do(tmp_path: Path) -> No
         result = store.import_file(tmp_path / "text.kv")
         assert result.is_lossy and result.predicted_kl is None and "expected" not in str(result)
         assert "text.kv: is LOSSY, and its words were rounded once more" in str(result)
+        assert store.get(IDS, model=MODEL).loss.startswith("K and V are rounded before they were put")
         assert measure_error(store.get(IDS, model=MODEL).layers, [take(cache, 650) for cache in CACHES]) < 0.2
 
 
@@ -526,6 +527,7 @@ def test_import_of_lossy_units_of_equal_options_stores_the_same_streams(
         result = store.import_file(tmp_path / "text.kv")
         imported = store.get(IDS, model=MODEL).layers
         assert store.verify().damaged == ()
+        assert (store.get(IDS, model=MODEL).loss == "") == is_equal
     assert ("rounded once more" in str(result), result.predicted_kl is None) == (not is_equal, not is_equal)
     if is_equal:
         assert are_equal(imported, stored, 700) and "0.02 nats a token expected" in str(result)

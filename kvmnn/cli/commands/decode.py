@@ -73,7 +73,7 @@ def add_parser(subparsers: Any) -> None:
         help="restore the KV dump that was encoded, with its metadata files",
     )
     shared_options.add_ignore_option(parser, "manifest", "no_manifest", "the manifest next to frames")
-    layer_stream_options.add_profile_option(parser)
+    shared_options.add_profile_option(parser)
     shared_options.add_threads_option(parser)
     group = parser.add_argument_group("prefix caches", "what the restored files must match")
     group.add_argument("--arrays", action="store_true", help="write plain arrays, not the files they came from")
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ...bundle import DecodeOptions
     from ...formats import ZARR, has_format
 
-    if layer_stream_options.is_layer_streams(arguments.input):
+    if input_sources.is_layer_streams(arguments.input):
         return layer_stream_options.decode(arguments)
     shared_options.refuse_given(arguments, ["profile"], "is about layer streams, and these are none")
     if has_format(arguments.input, ZARR):

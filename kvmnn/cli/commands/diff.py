@@ -175,6 +175,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     paths = (arguments.first, arguments.second)
     packed_options.refuse_idle_packed_options(arguments, paths)
+    input_sources.refuse_idle_profile(arguments, paths)
     if not packed_options.may_be_packed(arguments.second):
         shared_options.refuse_given(
             arguments, ["second_tokens"], f"is about packed files, and {arguments.second} holds none"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from .. import batch, console, input_sources, layer_stream_options, packed_options, shared_options
+from .. import batch, console, input_sources, packed_options, shared_options
 
 if TYPE_CHECKING:
     from ...files.mapped_file import MappedFile
@@ -160,7 +160,7 @@ def _inspect_input(path: str, arguments: argparse.Namespace) -> tuple[console.Co
         from .compressor import inspect_weight_file
 
         return inspect_weight_file(path, arguments)
-    if layer_stream_options.is_layer_streams(path):
+    if input_sources.is_layer_streams(path):
         from ...formats.layer_streams.reader import inspect_layers
 
         layers = inspect_layers(path)

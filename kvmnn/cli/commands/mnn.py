@@ -205,7 +205,8 @@ def add_repack_parser(subparsers: Any) -> None:
     )
     parser.add_argument("input", metavar="IN", help="the directory of a prefix cache, or one of its files")
     packed_options.add_target_options(parser)
-    shared_options.add_source_options(parser, "element type, where the pack numbers leave it open", axes=False)
+    dtype_help = "element type, where the pack numbers leave it open"
+    shared_options.add_source_options(parser, dtype_help, axes=False, profile=False)
     packed_options.add_packed_options(parser, with_engines=False)
     parser.add_argument(
         "--target-backend",

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from .. import console, dense_options, shared_options
@@ -116,11 +119,24 @@ def run_make(arguments: argparse.Namespace) -> int:
             shared_options.refuse_given(arguments, ["rope"], "needs --from: a model's configuration says it")
             if not arguments.text:
                 raise UsageError("no texts given: use --text FILE")
-            result = make_profile(
-                arguments.model, arguments.text, arguments.output, options, overwrite=arguments.force, progress=step
-            )
+            with _note_partial(arguments):
+                result = make_profile(
+                    arguments.model, arguments.text, arguments.output, options, overwrite=arguments.force, progress=step
+                )
     console.show_result(arguments, "profile make", result)
     return 0
+
+
+@contextmanager
+def _note_partial(arguments: argparse.Namespace) -> Iterator[None]:
+    """Say where an interrupted command goes on."""
+    try:
+        yield
+    except BaseException as error:
+        folder = f"{arguments.output}.partial"
+        if not isinstance(error, Exception) and Path(folder).is_dir():
+            console.print_note(arguments, f"what was done is kept in {folder}: the same command goes on from there")
+        raise
 
 
 _INSPECT_DESCRIPTION = """\

@@ -787,7 +787,6 @@ def add_parser(subparsers: Any) -> None:
         metavar="CODEC",
         help="of a new store: dense (default), mnn, profile:FILE[,below=N], or LOSSY transform:FILE[,kl=0.002]",
     )
-    layer_stream_options.add_profile_option(parser)
     dense_options.add_rope_option(parser)
     parser.add_argument(
         "--effort",
@@ -826,6 +825,7 @@ def add_parser(subparsers: Any) -> None:
         help="serve-metrics: where to listen (default: 127.0.0.1:9464; without HOST: 127.0.0.1)",
     )
     shared_options.add_source_options(parser, "put: element type of raw input; else the precision to look up")
+    parser.set_defaults(has_own_profile=True)
     parser.add_argument("--token-major", action="store_true", help="put: arrays are [token, kv_head, head_dim]")
     packed_options.add_packed_options(parser, with_text=False, with_undo=True)
     store_simulation.add_simulation_options(parser)

@@ -50,10 +50,10 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("inputs", nargs="+", metavar="IN", help="a frame, a manifest, a bundle; a weight file")
     parser.add_argument("--against", action="append", default=[], metavar="FILE", help="the original (repeatable)")
     shared_options.add_source_options(parser, "element type of a frame without a manifest, or of raw input")
+    parser.set_defaults(has_own_profile=True)
     shared_options.add_ignore_option(parser, "manifest", "no_manifest", "the manifest next to frames")
     parser.accept("--max-input-bytes")
     shared_options.accept_table(parser)
-    layer_stream_options.add_profile_option(parser)
     shared_options.add_threads_option(parser)
     batch.add_batch_options(parser)
     packed_options.add_packed_options(parser)
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ...compressor import is_weight_file
     from ...formats import ZARR, can_restore_file, has_format, verify_file
 
-    if layer_stream_options.is_layer_streams(arguments.input):
+    if input_sources.is_layer_streams(arguments.input):
         return layer_stream_options.verify(arguments)
     shared_options.refuse_given(arguments, ["profile"], "is about layer streams, and these are none")
     if has_format(arguments.input, ZARR):

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ..._util.validation import validate_int
 from ...arrays.layer_cache import LayerCache
 from ...errors import OptionError, SourceError, build_read_error
 from ...linear import decode_layers as decode_linear_layers
@@ -67,8 +68,13 @@ class LayerStreamOptions:
         for name in self.settings:
             if name not in names:
                 raise OptionError(f"settings has {name!r}: expected {', '.join(names)} of codec {self.codec!r}")
-        if self.codec == "transform":
-            TransformOptions(**self.settings)
+        try:
+            if self.codec == "transform":
+                TransformOptions(**self.settings)
+            else:
+                validate_int(self.settings.get("below", 0), "below", 0, _NUM_LOWER_LAYERS)
+        except TypeError as error:
+            raise OptionError(f"settings: {error}") from None
 
     @property
     def document(self) -> dict[str, Any]:

@@ -45,6 +45,7 @@ from .writer import (
     compare_words,
     describe_document,
     describe_layer,
+    describe_losses,
     describe_unstored_bytes,
     order_elements,
 )
@@ -268,7 +269,7 @@ def restore_layers(
         exclude=source.files,
         threads=options.threads,
     )
-    losses = () if streams.document.is_lossy else tuple(list_losses(streams.document.metadata))
+    losses = tuple(dict.fromkeys([*describe_losses(streams.document), *list_losses(streams.document.metadata)]))
     return RestoreLayersResult(
         input=streams.folder,
         output=output,

@@ -192,8 +192,12 @@ def describe_document(document: LayerStreamsDocument) -> list[str]:
             f"tables learned in this cache: {document.profile_file}, {document.profile_bytes:,} of the "
             f"{document.stored_bytes:,} bytes"
         ]
-    if document.is_dequantized:
-        lines.append(f"{LOSSY}: words dequantised from int8")
+    return lines + describe_losses(document)
+
+
+def describe_losses(document: LayerStreamsDocument) -> list[str]:
+    """Describe what K and V have lost, in streams that are lossy and before."""
+    lines = [f"{LOSSY}: words dequantised from int8"] if document.is_dequantized else []
     if document.is_lossy:
         cost = "not known: the profile has no sensitivities"
         if is_rounded_by_codec(document.metadata):
@@ -373,6 +377,9 @@ def _list_notes(profile: Profile, reader: LayerReader, document: LayerStreamsDoc
         reason = "no larger loss is possible"
     elif num_exact * target > _MAX_EXACT_SHARE * document.tokens:
         reason = f"{num_exact:,} of {document.tokens:,} tokens are exact and come on top"
+        share = num_exact / document.tokens  # as large as they are, the others should have reached the target
+        if is_size_missed(ratio, 1 / ((1 - share) / target + share * dtypes.DTYPES[reader.dtype].itemsize / 2)):
+            reason += ", and the profile is of other texts"
     if options.bits is not None:
         return (*notes, f"{options.bits:g} bits were asked for, {16 / ratio:.2f} reached: {reason}")
     return (*notes, f"ratio {target:g} was asked for, {ratio:.2f} reached: {reason}")

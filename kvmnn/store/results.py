@@ -312,6 +312,8 @@ class StoreVerifyResult(Record):
             lines += [f"{pluralize(len(self.damaged), noun)} damaged{lost_text}:", *self.damaged]
         if self.beside:
             lines += [f"{pluralize(len(self.beside), 'file')} next to the index damaged:", *self.beside]
+        if self.anew:
+            lines += [f"{pluralize(len(self.anew), 'part')} of the store lost, damaged or wrong:", *self.anew]
         return "\n".join(lines)
 
 

@@ -733,17 +733,19 @@ class PrefixStore:
         def delete() -> CleanupResult:
             namespaces = [namespace for namespace, _ in self._sequences.find_complete(ids, model, dtype)]
             results = [self._backend.delete(self._sequences.make_sequence(namespace, ids)) for namespace in namespaces]
-            self._backend.delete_labels(
-                [
-                    StoredText(namespace, ids).key
-                    for namespace, result in zip(namespaces, results, strict=True)
-                    if not result.is_refused
-                ]
-            )
+            unpinned = [
+                namespace for namespace, result in zip(namespaces, results, strict=True) if not result.is_refused
+            ]
+            labels = {label for namespace in unpinned if (label := self._backend.get_label(namespace, ids)) is not None}
+            self._backend.delete_labels([StoredText(namespace, ids).key for namespace in unpinned])
+            num_units = sum(result.units for result in results)
+            reasons = dict.fromkeys(result.kept for result in results if result.kept)
+            if labels and not num_units:  # else it looks as if nothing was done
+                reasons[f"only the label {', '.join(map(repr_short, sorted(labels)))} was removed"] = None
             return CleanupResult(
-                units=sum(result.units for result in results),
+                units=num_units,
                 bytes=sum(result.bytes for result in results),
-                kept="; ".join(dict.fromkeys(result.kept for result in results if result.kept)),
+                kept="; ".join(reasons),
                 dtypes=tuple(namespace.dtype for namespace in namespaces),
                 is_lossy=self.is_lossy,
             )
@@ -809,9 +811,10 @@ class PrefixStore:
         }
         entry = next((entry for entry in self.ls().texts if entry.key in keys), None)
         if entry is None:
+            self._with_retry(lambda: self._sequences.find_complete(ids, model, dtype))  # which says how much is missing
             raise KvmnnError(
-                f"{self._backend.label}: this text of {ids.size:,} tokens is not listed: it is not stored, or a longer "
-                "one goes on from it"
+                f"{self._backend.label}: this text of {ids.size:,} tokens is stored, but not listed: a longer one goes "
+                "on from it"
             )
         return entry
 

@@ -189,13 +189,13 @@ def parse_unit(data: Bytes) -> Unit:
 
 
 UNSEALED_NOTHING: Bytes = np.empty(0, np.uint8)
-"""The bytes of a unit that does not decrypt."""
+"""The bytes of a unit that does not decrypt, or of an empty file."""
 
 
 def check_header_size(data: Bytes, min_bytes: int) -> None:
     """Raise `DamagedUnitError` if a unit has fewer bytes than its fixed fields."""
     if data.size < min_bytes:
-        what = f"has {data.size:,} bytes: too few for a header" if data.size else "is empty, or does not decrypt"
+        what = f"has {data.size:,} bytes: too few for a header" if data.size else "has 0 bytes, or does not decrypt"
         raise DamagedUnitError(what)
 
 

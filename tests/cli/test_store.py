@@ -602,7 +602,7 @@ def test_store_actions_take_handle_label_or_ids(here: Path, run, naming: str) ->
         run("store", "import", "T", "long.kv", *label)
         assert run("store", "match", "T", expected).out == "50\n"
     assert run("store", "rm", "S", *name).out.startswith("removed 1 unit")
-    missing = "not listed" if naming == "ids" else "no text with this label or handle"
+    missing = "holds 0 tokens of this text of 50" if naming == "ids" else "no text with this label or handle"
     assert missing in run("store", "stat", "S", *name, code=1).err
 
 
@@ -610,7 +610,7 @@ def test_store_stat_of_a_text_that_goes_on_is_an_error(here: Path, run) -> None:
     for name in ("short", "long"):
         run("store", "put", "S", f"{name}.npz", "--token-ids", f"{name}.json", "--fingerprint", "m", "-q")
     error = run("store", "stat", "S", "--token-ids", "short.json", code=1).err
-    assert "S: this text of 30 tokens is not listed: it is not stored, or a longer one goes on from it" in error
+    assert "S: this text of 30 tokens is stored, but not listed: a longer one goes on from it" in error
 
 
 def test_store_get_text_of_an_onnx_model_writes_a_prefix_cache(here: Path, run) -> None:

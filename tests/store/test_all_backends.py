@@ -304,6 +304,10 @@ def test_delete_explains_why_a_text_stays(url: str) -> None:
         store.unpin(text, model=MODEL)
         put(store, longer)
         assert store.delete(text, model=MODEL).kept == "other texts go on from it"
+        store.put(text, layers_of(text), model=MODEL, label="a story")
+        kept = store.delete(text, model=MODEL).kept
+        assert kept == "other texts go on from it; only the label 'a story' was removed"
+        assert store.count_labelled("a story") == 0
 
 
 def test_write_prefix_checks_token_ids(url: str, tmp_path: Path) -> None:

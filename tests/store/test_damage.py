@@ -64,7 +64,7 @@ def test_get_damaged_unit_is_a_noted_miss(tmp_path: Path, encryption: str) -> No
             assert found.tokens == 8
             assert same(found.layers, texts[1], 8)
             (note,) = found.notes
-            reason = "is empty, or does not decrypt" if encryption == "encrypted" else "V of layer 1: "
+            reason = "has 0 bytes, or does not decrypt" if encryption == "encrypted" else "V of layer 1: "
             assert f"{file}: damaged, {done} (tokens 8 to 10 of a text): {reason}" in note
             assert store.get(texts[1], model=MODEL).notes == ()
 
@@ -98,6 +98,7 @@ def test_get_truncated_unit_is_removed(tmp_path: Path, cut: int) -> None:
         found = store.get(range(8), model=MODEL)
         assert (found.tokens, found.layers) == (0, [])
         assert "damaged, was removed (tokens 0 to 7 of a text)" in found.notes[0]
+        assert cut or "has 0 bytes" in found.notes[0]
         assert not file.exists()
         assert (store.stats().units, store.stats().bytes) == (0, 0)
         assert store.put(range(8), layers_of(range(8)), model=MODEL).known_tokens == 0

@@ -22,6 +22,7 @@ from kvmnn.dense import encoder as dense_encoder
 from kvmnn.dense.header import METHOD_FRAME, read_method
 from kvmnn.errors import OptionError, SourceError
 from kvmnn.store import PrefixStore, read_exported
+from kvmnn.store.backend import StoreSettings, encode_settings
 from kvmnn.store.namespace import build_namespace
 from kvmnn.store.unit import MAX_CHAIN_UNITS, MIN_TABLE_TOKENS, DamagedUnitError, parse_unit
 from kvmnn.store.unit_codec import LoadedSlice, decode_slices
@@ -446,6 +447,35 @@ def test_edited_settings_are_not_obeyed(tmp_path: Path, url: str, change: dict[s
         assert "was changed by other means than kvmnn, as its checksum shows" in store.notes[0]
         assert same(store.get(ids, model=MODEL).layers, layers_of(ids), 400) and store.verify().anew
     assert path.read_bytes() == settings
+
+
+@pytest.mark.parametrize("url", ["directory", "file"])
+@pytest.mark.parametrize("tokens", [9, 400])
+@pytest.mark.parametrize(
+    "change", [{"block_tokens": 16}, {"policy": "benefit"}, {"block_tokens": 16, "codec": "frames"}]
+)
+def test_settings_of_another_store_are_not_obeyed(
+    tmp_path: Path, url: str, tokens: int, change: dict[str, object]
+) -> None:
+    """A document that matches its checksum; of a text shorter than a block no record says how many tokens one has."""
+    ids = text(tokens)
+    name, path = tmp_path / "s", tmp_path / "s" / "store.json"
+    if url == "file":
+        pytest.importorskip("fsspec")
+        name, path = f"file://{tmp_path}/s", tmp_path / "s" / "store" / "about"
+    with PrefixStore(name, codec="dense") as store:
+        store.put(ids, layers_of(ids), model=MODEL)
+    settings = path.read_bytes()
+    others = encode_settings(StoreSettings(64, "dense")._replace(**change))
+    for read_only in (True, False):
+        path.write_bytes(others)
+        with PrefixStore(name, read_only=read_only) as store:
+            assert (store.block_tokens, store.codec, store.policy) == (64, "dense", "lru")
+            assert "says that " in store.notes[0] and store.match(ids, model=MODEL) == tokens
+            assert store.notes[0] in str(store.verify())
+        assert path.read_bytes() == (others if read_only else settings)
+    with PrefixStore(name) as store:
+        assert store.notes == () and store.verify().anew == ()
 
 
 @pytest.mark.parametrize("damaged", [None, b"{"])

@@ -479,8 +479,9 @@ def test_remote_exchanged_values_are_no_wrong_hit(new_url: Callable[[str], str])
                 if folder in ("units", "after-*"):
                     assert found.tokens == 0
                 if folder == "units":
-                    assert "damaged, is passed over, with what goes on from it: is empty, or does not decrypt" in str(
-                        found.notes
+                    assert (
+                        "damaged, is passed over, with what goes on from it: has 0 bytes, or does not decrypt"
+                        in str(found.notes)
                     )
                 if folder == "sessions":
                     with pytest.raises(KvmnnError, match="session 'chat"):

@@ -427,6 +427,10 @@ def test_remote_damaged_settings_are_rebuilt_from_units(url: str, codec: str) ->
         assert values.get_many([SETTINGS_NAME]) == [good]
         store.delete(ids, model=MODEL)
         values.put_many({SETTINGS_NAME: b"{"})
+        with PrefixStore(url) as other:  # a text of one block: its namespace says the settings
+            assert (other.block_tokens, other.codec, other.match([1, 2], model=MODEL)) == (7, codec, 2)
+        values.put_many({SETTINGS_NAME: b"{"})
+        values.delete([f"spaces/{name}" for name in values.list_names("spaces")])
         with pytest.raises(
             ManifestError, match=r"store/about.*; write what the store was made with into store/about, such as "
         ):

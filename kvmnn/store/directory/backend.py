@@ -607,7 +607,7 @@ class DirectoryBackend:
         if not self.recovery_files.exists:
             return self._restore_settings(SourceError(f"{path}: is missing"), "was lost", requested)
         try:
-            settings = self.recovery_files.read_settings()._replace(block_tokens=self.block_tokens)
+            settings = self.recovery_files.read_settings()
         except ManifestError as error:
             return self._restore_settings(error, "was damaged", requested)
         if settings.key_check != self.cipher.key_check:  # `_check_key` has shown that the units have the key
@@ -617,26 +617,38 @@ class DirectoryBackend:
             key_error = SourceError(f"{path}: says that the store is {problem}")
             return self._restore_settings(key_error, "was wrong", requested)
         wrong_codec = find_contradicting_codec(settings.codec, self._read_sampled_headers(_NUM_COMPARED_UNITS))
-        if wrong_codec is None:
+        policy = self._read_policy()
+        if wrong_codec is not None:
+            problem = (
+                f"units are {CODEC_DESCRIPTIONS[settings.codec]}, and the units are {CODEC_DESCRIPTIONS[wrong_codec]}"
+            )
+        elif settings.block_tokens != self.block_tokens:
+            problem = f"blocks have {settings.block_tokens} tokens, and the index says {self.block_tokens}"
+        elif settings.policy != policy:
+            problem = f"the policy is {settings.policy}, and the index says {policy}"
+        else:
             return settings
-        contradiction = SourceError(
-            f"{path}: says that units are {CODEC_DESCRIPTIONS[settings.codec]}, and the units are "
-            f"{CODEC_DESCRIPTIONS[wrong_codec]}"
-        )
-        return self._restore_settings(contradiction, "was wrong", requested)
+        return self._restore_settings(SourceError(f"{path}: says that {problem}"), "was wrong", requested, settings)
 
     def _had_units(self) -> bool:
         """Return whether any unit was ever put: SQLite keeps the last number."""
         with self.index.begin_reading() as cursor:
             return cursor.has_row("SELECT 1 FROM sqlite_sequence WHERE name = 'unit'")
 
-    def _restore_settings(self, error: KvmnnError, problem: str, requested: StoreSettings | None) -> StoreSettings:
-        """Infer the settings from index and units, and write them; refuse where nothing says what the codec is."""
+    def _restore_settings(
+        self, error: KvmnnError, problem: str, requested: StoreSettings | None, wrong: StoreSettings | None = None
+    ) -> StoreSettings:
+        """Infer the settings from index and units, and write them; refuse where nothing says what the codec is.
+
+        Without units it is that of the `wrong` settings, if these could be read.
+        """
         headers = self._read_sampled_headers(_MAX_SAMPLED_UNITS)
         with self.index.begin_reading() as cursor:
             has_units = cursor.has_row("SELECT 1 FROM unit LIMIT 1")
         settings = infer_settings(self.block_tokens, headers)
-        if not headers:
+        if not headers and wrong is not None:
+            settings = wrong._replace(block_tokens=self.block_tokens)
+        elif not headers:
             if has_units or (requested is None and not self.read_only):
                 advice = self.recovery_files.explain_settings(self.recovery_files.settings_path)
                 raise SourceError(f"{error}; no unit says what its codec is: {advice}")
@@ -647,8 +659,7 @@ class DirectoryBackend:
             settings = settings.adopt_profile(source)
         lost_text = describe_lost_options(settings, sources)
         if self.read_only:
-            if headers:
-                self.notes.append(f"{error}: settings are those that the index and units say{lost_text}")
+            self._add_rebuilt_note(f"{error}: settings are those that the index and units say{lost_text}")
             return settings
         self.recovery_files.save_settings(settings, overwrite=True)
         self._add_rebuilt_note(

@@ -100,7 +100,7 @@ class UnitFiles:
             if not os.path.isfile(path):
                 return None
             file = MappedFile(path)
-            return file.view(0, file.size)
+            return file.view(0, file.size) if file.size else UNSEALED_NOTHING
         except (SourceError, OSError):
             return None
 

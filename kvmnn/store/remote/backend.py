@@ -13,7 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -21,8 +21,10 @@ from ...dtypes import Bytes
 from ...errors import KvmnnError, ManifestError, OptionError, OutputError, SourceError
 from ..backend import (
     CODEC_DESCRIPTIONS,
+    MAX_BLOCK_TOKENS,
     PLAIN_CODECS,
     STORE_CODECS,
+    STORE_POLICIES,
     AddResult,
     BackendUnavailableError,
     ConcurrentUpdateError,
@@ -148,6 +150,40 @@ class _MemoryStaging:
         return b"".join(bytes(piece) for piece in pieces)
 
 
+class _RecordedSettings(NamedTuple):
+    """Values of settings that documents of namespaces record; empty where none does."""
+
+    block_tokens: set[int]
+    codecs: set[str]
+    policies: set[str]
+
+    def find_contradiction(self, settings: StoreSettings) -> str:
+        """Return what settings say that no namespace records, and what is recorded instead; empty for nothing."""
+        codec = settings.codec
+        # dense streams and frames may be in one store
+        if self.codecs and not any(
+            recorded == codec or {recorded, codec} <= {*PLAIN_CODECS} for recorded in self.codecs
+        ):
+            return f"units are {CODEC_DESCRIPTIONS[codec]}, and they are {CODEC_DESCRIPTIONS[min(self.codecs)]}"
+        if self.block_tokens and settings.block_tokens not in self.block_tokens:
+            return f"blocks have {settings.block_tokens} tokens, and they have {min(self.block_tokens)}"
+        if self.policies and settings.policy not in self.policies:
+            return f"the policy is {settings.policy}, and it is {min(self.policies)}"
+        return ""
+
+    def get_block_tokens(self) -> int | None:
+        """Return the tokens of a block where all namespaces that record them agree, else None."""
+        return min(self.block_tokens) if len(self.block_tokens) == 1 else None
+
+    def complete(self, settings: StoreSettings) -> StoreSettings:
+        """Return inferred settings with the policy, and which of the plain codecs it is, if namespaces agree on it."""
+        if len(self.policies) == 1:
+            settings = settings._replace(policy=min(self.policies))
+        if len(self.codecs) == 1 and {settings.codec, *self.codecs} <= {*PLAIN_CODECS}:
+            settings = settings._replace(codec=min(self.codecs))
+        return settings
+
+
 class RemoteBackendBase:
     """Units in another engine.
 
@@ -250,9 +286,10 @@ class RemoteBackendBase:
             self.key_values.put_many({f"spaces/{namespace.key.hex()}": self._encode_namespace(namespace)})
 
     def _encode_namespace(self, namespace: Namespace) -> bytes:
-        """Return the document of a namespace, with its place in the order of first puts, and the codec of the store."""
+        """Return the document of a namespace, with its place in the order of first puts, and settings of the store."""
         number = self._namespace_numbers.get(namespace.key.hex(), max(self._namespace_numbers.values(), default=0) + 1)
-        return json.dumps({**json.loads(namespace.to_json()), "number": number, "codec": self.codec}).encode()
+        settings = {"codec": self.codec, "block_tokens": self.block_tokens, "policy": self.policy}
+        return json.dumps({**json.loads(namespace.to_json()), "number": number, **settings}).encode()
 
     def has_sequences(self, namespace: Namespace) -> bool:
         folder = make_records_folder(namespace.key) if namespace.layers else STATES_FOLDER_PREFIX + namespace.key.hex()
@@ -726,13 +763,15 @@ class RemoteBackendBase:
         label = f"{self.label}: {SETTINGS_NAME}"
         (data,) = self.key_values.get_many([SETTINGS_NAME])
         samples = self._read_samples()
+        recorded = self._parse_recorded(samples)
         stored_key_check = self._infer_key_check(samples, data, label)
         if data is None:
             is_foreign = SETTINGS_NAME.partition("/")[0] in self.key_values.list_foreign()
             if not is_foreign and self.key_values.list_tree(RECORDS_FOLDER_PREFIX):
                 (data,) = self.key_values.get_many([SETTINGS_NAME])  # another process may have created it meanwhile
                 if data is None:
-                    return self._check_settings(self._infer_settings(ManifestError(f"{label}: is missing")))
+                    missing = ManifestError(f"{label}: is missing")
+                    return self._check_settings(self._infer_settings(missing, recorded))
         if data is None:
             if self._new_settings is None or self.read_only:
                 why = ": its key kvmnn:store is of another type than a store writes" if is_foreign else ""
@@ -744,16 +783,15 @@ class RemoteBackendBase:
         try:
             settings = parse_settings(data or b"", label)
         except ManifestError as error:
-            settings = self._infer_settings(error)
+            settings = self._infer_settings(error, recorded)
         if stored_key_check not in (None, settings.key_check):
             problem = "encrypted with another key, and its values are with this one"
             if not settings.key_check:
                 problem = "not encrypted, and its values are"
-            settings = self._infer_settings(ManifestError(f"{label}: says that the store is {problem}"))
-        other_codec = self._find_other_codec(samples, settings.codec)
-        if other_codec is not None and self.key_values.list_tree(RECORDS_FOLDER_PREFIX):
-            text = f"units are {CODEC_DESCRIPTIONS[settings.codec]}, and they are {CODEC_DESCRIPTIONS[other_codec]}"
-            settings = self._infer_settings(ManifestError(f"{label}: says that {text}"))
+            settings = self._infer_settings(ManifestError(f"{label}: says that the store is {problem}"), recorded)
+        contradiction = recorded.find_contradiction(settings)
+        if contradiction and self.key_values.list_tree(RECORDS_FOLDER_PREFIX):
+            settings = self._infer_settings(ManifestError(f"{label}: says that {contradiction}"), recorded)
         return self._check_settings(settings)
 
     def _read_samples(self) -> list[tuple[str, Bytes]]:
@@ -764,14 +802,19 @@ class RemoteBackendBase:
         values = zip(names, self.key_values.get_stored_many(names), strict=True)
         return [(name, np.frombuffer(data, np.uint8)) for name, data in values if data is not None]
 
-    def _find_other_codec(self, samples: Sequence[tuple[str, Bytes]], codec: str) -> str | None:
-        """Return the codec that a namespace records, if it is another; dense streams and frames may be in one store."""
+    def _parse_recorded(self, samples: Sequence[tuple[str, Bytes]]) -> _RecordedSettings:
+        """Return what the documents of namespaces record of the settings."""
+        recorded = _RecordedSettings(set(), set(), set())
         for name, data in samples:
-            with suppress(UnsealError, ValueError, TypeError, KeyError):  # a damaged one, or a unit
-                other_codec = str(json.loads(self.cipher.unseal(data.tobytes(), name))["codec"])
-                if other_codec in STORE_CODECS and other_codec != codec and not {codec, other_codec} <= {*PLAIN_CODECS}:
-                    return other_codec
-        return None
+            document = None
+            with suppress(UnsealError, ValueError, RecursionError):  # a damaged one, or a unit
+                document = json.loads(self.cipher.unseal(data.tobytes(), name))
+            if isinstance(document, dict):  # of earlier versions without some of these
+                size, codec, policy = map(document.get, ("block_tokens", "codec", "policy"))
+                recorded.block_tokens.update({size} if type(size) is int and 1 <= size <= MAX_BLOCK_TOKENS else ())
+                recorded.codecs.update({codec} if type(codec) is str and codec in STORE_CODECS else ())
+                recorded.policies.update({policy} if type(policy) is str and policy in STORE_POLICIES else ())
+        return recorded
 
     def _infer_key_check(
         self, samples: Sequence[tuple[str, Bytes]], settings_data: bytes | None, label: str
@@ -802,26 +845,30 @@ class RemoteBackendBase:
         check_settings_match(self.label, settings, *self._requested_settings)
         return settings
 
-    def _infer_settings(self, error: ManifestError) -> StoreSettings:
-        """Infer lost or damaged settings from records and units, and write them."""
+    def _infer_settings(self, error: ManifestError, recorded: _RecordedSettings) -> StoreSettings:
+        """Infer lost, damaged or wrong settings from records, units and namespaces, and write them."""
         names = self.key_values.list_tree(RECORDS_FOLDER_PREFIX)[:_MAX_SAMPLED_RECORDS]
         values = self.key_values.get_many(names)
         for name, data in zip(names, values, strict=True):
             record = parse_record(data, self.cipher.secret)
-            block_tokens = None if record is None else infer_block_tokens(name, record)
+            # the records first: who put with wrong settings has recorded these
+            block_tokens = None if record is None else infer_block_tokens(name, record) or recorded.get_block_tokens()
             if record is None or block_tokens is None:
                 continue
             unit, use = self.key_values.get_many([make_unit_name(record.unit), make_use_name(record.unit)])
             with suppress(DamagedUnitError):
                 headers = [parse_header(np.frombuffer(unit or b"", np.uint8))]
-                policy = "benefit" if has_benefit(use) else "lru"
-                inferred = infer_settings(block_tokens, headers)
-                inferred = inferred._replace(policy=policy, key_check=self.cipher.key_check)
+                inferred = infer_settings(block_tokens, headers)._replace(
+                    policy="benefit" if has_benefit(use) else "lru"
+                )
+                inferred = recorded.complete(inferred)._replace(key_check=self.cipher.key_check)
                 inferred = inferred.adopt_profile(self._requested_settings[-1])
                 if not self.read_only:
                     self.key_values.put_many({SETTINGS_NAME: encode_settings(inferred)})
                 lost_text = describe_lost_options(inferred, self._requested_settings[-1:])
-                self.notes.append(f"{error}: it was lost or damaged, and is made again by what a unit says{lost_text}")
+                self.notes.append(
+                    f"{error}: it was lost, damaged or wrong, and is made again by what is stored{lost_text}"
+                )
                 return inferred
         unit_names = [f"units/{name}" for name in self.key_values.list_names("units")[:_MAX_ADVICE_UNITS]]
         headers = []

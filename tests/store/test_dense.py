@@ -419,10 +419,12 @@ def test_dense_store_settings_are_rebuilt(tmp_path: Path, codec: str) -> None:
         with PrefixStore(tmp_path / "s", read_only=True) as store:
             assert (store.codec, store.match(ids, model=MODEL)) == (codec, 400)
             assert "store.json: " in store.notes[0] and "those that the index and units say" in store.notes[0]
+            assert store.verify().anew == store.notes, "as with writing, below"
         assert (path.read_bytes() if path.exists() else None) == damaged, "a reader changes nothing"
         with PrefixStore(tmp_path / "s") as store:
             assert store.codec == codec and same(store.get(ids, model=MODEL).layers, layers_of(ids), 400)
             assert "store.json: " in store.notes[0] and "is made again by what the index" in store.notes[0]
+            assert store.verify().anew == store.notes
         assert path.read_bytes() == settings
 
 

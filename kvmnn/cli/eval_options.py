@@ -161,6 +161,8 @@ def build_configurations(arguments: argparse.Namespace) -> list[Configuration]:
     from ..evaluation.settings import combine_codecs, expand_configurations
     from ..policies.option_parser import parse_ints
 
+    for spec in arguments.policy:
+        _check_single_policy(spec)
     defaults = model_options.read_policy_defaults(arguments, arguments.policy)
     try:
         skip_layers = None if arguments.skip_layers is None else parse_ints(arguments.skip_layers)
@@ -174,6 +176,16 @@ def build_configurations(arguments: argparse.Namespace) -> list[Configuration]:
     if skip_layers is not None and not _has_skip_layers(arguments):
         raise UsageError("--skip-layers has no effect here: no policy and no preset of this run has skip_layers")
     return all_configurations
+
+
+def _check_single_policy(spec: str) -> None:
+    """Raise `UsageError` for several names in one ``--policy``."""
+    from ..policies.policy import FullCache
+    from ..policies.registry import MODEL_POLICIES, POLICIES
+
+    names = spec.partition(":")[0].split(",")
+    if len(names) > 1 and {FullCache.name, *POLICIES, *MODEL_POLICIES}.issuperset(names):
+        raise UsageError(f"--policy {spec}: expected one policy: repeat --policy for each")
 
 
 def build_task_options(arguments: argparse.Namespace) -> TaskOptions | None:

@@ -304,10 +304,12 @@ def _describe_few_quantized(rows: Sequence[ResultRow]) -> Iterator[str]:
         for row in rows
         if row.quantized_share is not None and row.policy != FULL_POLICY and row.quantized_share < _MIN_QUANTIZED_SHARE
     ]
+    has_idle_codec = any(row.has_idle_codec for row in rows)
     if shares:
         yield (
             f"Little of what was kept at the end is quantised: {'; '.join(shares)}. The rest is stored and counted as "
             "fp16, as the policy keeps few tokens beyond those that the codec leaves."
+            + (f" Rows of 0% are marked {NO_EVICTION_MARK}, and none is the best." if has_idle_codec else "")
         )
 
 
@@ -363,7 +365,7 @@ def _describe_no_eviction(
         )
     max_tokens, first_step_tokens = _count_longest(documents, settings)
     yield from group_by_reason(
-        (row.label, f"nothing was evicted: {_explain_no_eviction(row, first_step_tokens, max_tokens)}.")
+        (row.label, f"nothing was evicted: {_explain_no_eviction(row, first_step_tokens, max_tokens, settings.chunk)}.")
         for row in rows
         if _keeps_everything(row, rows, first_step_tokens, max_tokens)
     )
@@ -398,9 +400,11 @@ def group_by_reason(reasons: Iterable[tuple[str, str]]) -> Iterator[str]:
     yield from (f"{'; '.join(group_labels)}: {reason}" for reason, group_labels in labels.items())
 
 
-def _explain_no_eviction(row: ResultRow, first_step_tokens: int, max_tokens: int) -> str:
+def _explain_no_eviction(row: ResultRow, first_step_tokens: int, max_tokens: int, chunk: int) -> str:
+    policy = build_policy(row.policy, row.options)
     return (
-        build_policy(row.policy, row.options).explain_no_eviction(first_step_tokens, max_tokens)
+        policy.explain_no_eviction(first_step_tokens, max_tokens)
+        or policy.explain_few_steps(-(-(max_tokens - first_step_tokens) // chunk))
         or "no step gave it reason to"
     )
 

@@ -468,6 +468,9 @@ def _describe_evictions(
     if policy_run is not None and policy_run.label == LOSSLESS:
         first_step_tokens = min(options.chunk or prompt_tokens, prompt_tokens)
         reason = labelled_policy.policy.explain_no_eviction(first_step_tokens, policy_run.generation.tokens_seen)
+        num_steps = -(-(prompt_tokens - first_step_tokens) // first_step_tokens)
+        num_steps += policy_run.generation.tokens_seen - prompt_tokens
+        reason = reason or labelled_policy.policy.explain_few_steps(num_steps)
         yield f"{labelled_policy.label}: nothing was evicted: {reason or 'no step gave it reason to'}."
     if options.lossless is not None:
         runs = [(label, generation.runtime) for label, generation in generations if generation.runtime is not None]

@@ -455,6 +455,13 @@ class Policy(ABC):
         """
         return None
 
+    def explain_few_steps(self, num_steps: int) -> str | None:
+        """Explain, as part of a sentence, why so many steps after the first one are too few; None if they are not.
+
+        It tells of the steps alone, so that a large step may have evicted tokens all the same.
+        """
+        return None
+
     def to_options(self) -> Mapping[str, Any]:
         """Return the arguments that create an equal policy (a random generator is not among them)."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.repr}

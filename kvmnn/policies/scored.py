@@ -131,6 +131,14 @@ class ScoredPolicy(BudgetedPolicy):
         is_large = (state.num_new or 0) >= self.resolve_budget(state.tokens)
         return is_large or state.num_steps is None or state.num_steps % self.interval == 0
 
+    def explain_few_steps(self, num_steps: int) -> str | None:
+        if self.phase == "prompt" or num_steps >= self.interval:
+            return None
+        return (
+            f"later steps are cut once in interval={self.interval:,}, and {pluralize(num_steps, 'step')} followed the "
+            "first: lower interval, or feed fewer tokens at a time"
+        )
+
     @property
     def cuts_layers_apart(self) -> bool:
         return self.has_independent_layers or len(set(self.by_layer)) > 1

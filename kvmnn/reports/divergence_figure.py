@@ -9,7 +9,8 @@ from . import plot_style
 from .figures import NothingToShowError, join_sentences, scale_axis
 from .plot_style import INK_COLOUR, LineEnd
 from .records import EvaluationResultsProtocol, ResultRow
-from .series import LineStyles, format_prompt_note, group_into_series, is_number, select_policy_rows
+from .series import LineStyles, describe_untried, format_prompt_note, group_into_series, is_number, select_policy_rows
+from .table import NO_EVICTION_MARK
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,7 +30,9 @@ def find_pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
 
 def kl_over_bytes(results: EvaluationResultsProtocol) -> Figure:
     """Plot the KL divergence after the cut of every policy and codec over its bytes a token, with the Pareto front."""
-    rows = [row for row in select_policy_rows(results.rows) if _get_point(row) is not None]
+    policy_rows = select_policy_rows(results.rows)
+    # Rows whose policy or codec did nothing would hide the points that they equal, and share their place on the front.
+    rows = [row for row in policy_rows if _get_point(row) is not None and not row.is_untried]
     if not rows:
         raise NothingToShowError("no row has a divergence from the full cache after a cut")
     series, styles = group_into_series(rows), LineStyles(results.rows)
@@ -62,9 +65,34 @@ def kl_over_bytes(results: EvaluationResultsProtocol) -> Figure:
         "Divergence of the tokens scored with an evicted or quantised cache. Rings: the Pareto front; no other row has "
         "fewer bytes and a lower divergence."
     )
+    untried_rows = [row for row in policy_rows if row.is_untried]
+    untried_text = (
+        f"Left out, and marked {NO_EVICTION_MARK} in the table, as they {describe_untried(untried_rows)}: "
+        f"{'; '.join(row.label for row in untried_rows)}."
+        if untried_rows
+        else ""
+    )
     coded_text = "Thin lines end at the bytes after lossless coding." if coded_sizes else ""
-    plot_style.add_caption(figure, join_sentences(note_text, coded_text, format_prompt_note(rows)))
+    plot_style.add_caption(
+        figure, join_sentences(note_text, _format_counts_note(rows), coded_text, untried_text, format_prompt_note(rows))
+    )
     return figure
+
+
+def _format_counts_note(rows: Sequence[ResultRow]) -> str:
+    """Say over how many tokens the divergences are where rows differ in that; empty where they do not."""
+    counts = sorted({row.cut_divergence.tokens for row in rows if row.cut_divergence is not None})
+    if len(counts) < 2:
+        return ""
+    reason_text = (
+        ": a codec rounds from the first step on, a policy evicts from its first cut on"
+        if len({row.codec is None for row in rows}) > 1
+        else ""
+    )
+    return (
+        f"The rows are means over different tokens, {counts[0]:,} to {counts[-1]:,} (scored after cut in the table)"
+        f"{reason_text}."
+    )
 
 
 def _get_point(row: ResultRow) -> tuple[float, float] | None:

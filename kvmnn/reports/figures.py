@@ -19,6 +19,7 @@ from .series import (
     MeasuredPoint,
     RowSeries,
     accuracy,
+    describe_untried,
     format_prompt_note,
     group_into_series,
     is_number,
@@ -49,8 +50,9 @@ def format_interval_note(rows: Sequence[ResultRow], mark: str = "Bars") -> str:
 
 
 def format_no_eviction_note(rows: Sequence[ResultRow], mark: str = "Hollow") -> str:
-    """Format the explanation of `mark` in a figure of these rows; empty if every policy evicted something."""
-    return f"{mark}: evicted nothing in these texts." if any(row.has_no_eviction for row in rows) else ""
+    """Format the explanation of `mark` in a figure of these rows; empty if every policy and codec did something."""
+    text = describe_untried(rows)
+    return f"{mark}: {text}." if text else ""
 
 
 def join_sentences(*texts: str) -> str:
@@ -226,11 +228,11 @@ def _draw_tradeoff_lines(
         )
         style = styles.get_style(entry.rows[0].label)
         axes.plot(xs, ys, **style, markeredgecolor="white", markeredgewidth=0.5)
-        no_eviction_indices = [axis_index for axis_index, row in enumerate(members) if row.has_no_eviction]
+        untried_indices = [axis_index for axis_index, row in enumerate(members) if row.is_untried]
         _draw_hollow_points(
             axes,
-            [xs[axis_index] for axis_index in no_eviction_indices],
-            [ys[axis_index] for axis_index in no_eviction_indices],
+            [xs[axis_index] for axis_index in untried_indices],
+            [ys[axis_index] for axis_index in untried_indices],
             style,
         )
         lines.append((xs, ys))
@@ -299,7 +301,7 @@ def _draw_over_budget(results: EvaluationResultsProtocol, title: str, ylabel: st
 
 
 def _draw_hollow_points(axes: Axes, xs: Sequence[float], ys: Sequence[float], style: dict[str, Any]) -> None:
-    """Draw points whose policies evicted nothing, over the filled ones."""
+    """Draw points whose policies or codecs did nothing, over the filled ones."""
     if xs:
         hollow_style = {"markerfacecolor": "white", "markeredgecolor": style["color"], "markeredgewidth": 1.2}
         axes.plot(xs, ys, **style | {"linestyle": "none"} | hollow_style, zorder=4)
@@ -315,10 +317,8 @@ def _draw_line(axes: Axes, name: str, style: dict[str, Any], points: Sequence[Me
         capsize=2,
                       alpha=0.7)  # fmt: skip
     axes.plot(xs, ys, **style, markeredgecolor="white", markeredgewidth=0.5)
-    no_eviction_points = [point for point in points if point.has_no_eviction]
-    _draw_hollow_points(
-        axes, [point.x for point in no_eviction_points], [point.y for point in no_eviction_points], style
-    )
+    untried_points = [point for point in points if point.is_untried]
+    _draw_hollow_points(axes, [point.x for point in untried_points], [point.y for point in untried_points], style)
     return LineEnd(name, xs[-1], ys[-1], style)
 
 
@@ -547,7 +547,7 @@ def _draw_change_bar(axes: Axes, row_index: int, colour: str, point: MeasuredPoi
         axes.plot([low, high], [row_index, row_index], color=INK_COLOUR, linewidth=1.0)
         bar_end = max(high, change) if change >= 0 else min(low, change)
     side = 1 if change >= 0 else -1
-    label = _BarLabel(f"{change:+.1f}{NO_EVICTION_MARK if point.has_no_eviction else ''}", bar_end, side, ends)
+    label = _BarLabel(f"{change:+.1f}{NO_EVICTION_MARK if point.is_untried else ''}", bar_end, side, ends)
     axes.annotate(
         label.text,
         (bar_end, row_index),
@@ -685,7 +685,7 @@ def _draw_improvement_bar(
     )
     bar_end = max([change, *points]) if change >= 0 else min([change, *points])
     axes.annotate(
-        f"{change:+.2f}{NO_EVICTION_MARK if step.baseline.has_no_eviction or step.variant.has_no_eviction else ''}",
+        f"{change:+.2f}{NO_EVICTION_MARK if step.baseline.is_untried or step.variant.is_untried else ''}",
         (bar_end, row_index),
         (6 if change >= 0 else -6, 0),
         textcoords="offset points",

@@ -299,7 +299,8 @@ class ResultRow(Record):
     #: Spec of the lossy codec that holds the cache, if there is one (`kvmnn.quantization`).
     codec: str | None = field(default=None, metadata={"omit": True})
     positions: Literal["true", "stored"] = "true"
-    #: ``"LOSSLESS"`` if nothing was evicted or quantised, else ``"LOSSY"``.
+    #: ``"LOSSLESS"`` if nothing was evicted or quantised, else ``"LOSSY"``. Tables and ``--csv`` say ``not cut`` for
+    #: LOSSLESS where a policy evicted nothing.
     kind: str | None = None
     #: See `QualityStats`; `deep` is over the tokens from position ``settings.deep_from`` on.
     tokens: int | None = None
@@ -389,6 +390,24 @@ class ResultRow(Record):
         if self.policy == FullCache.name or self.label == UNCUT_LABEL:
             return False
         return self.kind == LOSSLESS if self.evicted is None else not self.evicted
+
+    @property
+    def has_idle_codec(self) -> bool:
+        """Return whether the codec behind a policy quantised nothing of what was kept at the end.
+
+        Such a row takes the bytes of the policy alone.
+        """
+        return self.codec is not None and self.policy != FullCache.name and self.quantized_share == 0
+
+    @property
+    def is_untried(self) -> bool:
+        """Return whether the policy or the codec of the row did nothing: it is marked, and never the best."""
+        return self.has_no_eviction or self.has_idle_codec
+
+    @property
+    def kind_text(self) -> str | None:
+        """`kind` as tables show it: ``"not cut"`` where a policy evicted nothing and nothing was rounded."""
+        return "not cut" if self.has_no_eviction and self.kind == LOSSLESS else self.kind
 
     @property
     def num_uncut_documents(self) -> int:

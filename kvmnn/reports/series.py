@@ -20,14 +20,14 @@ _SIZE_OPTIONS = ("budget", "keep_ratio")
 class MeasuredPoint:
     """A measured value `y` at `x` on the axis, with the bounds of its confidence interval, None without one.
 
-    `has_no_eviction`: the policy of its row evicted nothing (`ResultRow.has_no_eviction`).
+    `is_untried`: the policy or the codec of its row did nothing (`ResultRow.is_untried`).
     """
 
     x: float
     y: float
     low: float | None = None
     high: float | None = None
-    has_no_eviction: bool = False
+    is_untried: bool = False
 
 
 @dataclass
@@ -50,14 +50,25 @@ MAX_EQUAL_BYTES_RATIO = 1.01
 def select_best_rows(rows: Sequence[ResultRow]) -> list[ResultRow]:
     """Return the rows that no other row of at most their bytes beats, those of the fewest bytes first.
 
-    A row beats another by a lower perplexity, or by the same one with fewer bytes a token; perplexities are compared as
-    tables show them. Rows without a number of bytes, as in results of older versions, are compared by perplexity alone.
-    Several rows of equal bytes are a tie.
+    Rows whose policy or codec did nothing (`ResultRow.is_untried`) are never among them, and beat no other. A row beats
+    another by a lower perplexity, or by the same one with fewer bytes a token; perplexities are compared as tables show
+    them. Rows without a number of bytes, as in results of older versions, are compared by perplexity alone. Several
+    rows of equal bytes are a tie.
     """
+    rivals = [row for row in rows if not row.is_untried]
     return sorted(
-        (row for row in rows if not any(_is_beaten_by(row, rival) for rival in rows)),
+        (row for row in rivals if not any(_is_beaten_by(row, rival) for rival in rivals)),
         key=lambda row: to_float_or_nan(row.bytes_per_token),
     )
+
+
+def describe_untried(rows: Sequence[ResultRow]) -> str:
+    """Say, as part of a sentence, what the rows that are marked did not do; empty if none is."""
+    texts = [
+        *(["evicted nothing in these texts"] if any(row.has_no_eviction for row in rows) else []),
+        *(["quantised nothing of what was kept"] if any(row.has_idle_codec for row in rows) else []),
+    ]
+    return " or ".join(texts)
 
 
 def has_equal_bytes(rows: Sequence[ResultRow]) -> bool:
@@ -173,18 +184,18 @@ def perplexity(row: ResultRow, x: float) -> MeasuredPoint:
     """Return the perplexity of a row at `x`; the interval is that of the difference to the full cache."""
     value, versus = to_float_or_nan(row.perplexity), row.versus_full
     if versus is None or versus.nll is None or versus.low is None or versus.high is None:
-        return MeasuredPoint(x, value, has_no_eviction=row.has_no_eviction)
+        return MeasuredPoint(x, value, is_untried=row.is_untried)
     low, high = value * math.exp(versus.low - versus.nll), value * math.exp(versus.high - versus.nll)
-    return MeasuredPoint(x, value, low, high, row.has_no_eviction)
+    return MeasuredPoint(x, value, low, high, row.is_untried)
 
 
 def accuracy(row: ResultRow, x: float) -> MeasuredPoint:
     """Return the accuracy of a row in per cent at `x`, with the interval of the difference to the full cache."""
     value, versus = 100 * to_float_or_nan(row.accuracy), row.versus_full
     if versus is None or versus.accuracy is None or versus.accuracy_low is None or versus.accuracy_high is None:
-        return MeasuredPoint(x, value, has_no_eviction=row.has_no_eviction)
+        return MeasuredPoint(x, value, is_untried=row.is_untried)
     mean, low, high = versus.accuracy, versus.accuracy_low, versus.accuracy_high
-    return MeasuredPoint(x, value, value + 100 * (low - mean), value + 100 * (high - mean), row.has_no_eviction)
+    return MeasuredPoint(x, value, value + 100 * (low - mean), value + 100 * (high - mean), row.is_untried)
 
 
 def to_float_or_nan(value: float | None) -> float:

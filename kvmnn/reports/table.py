@@ -15,8 +15,8 @@ from ..files.result_rows import format_html_table
 
 ABSENT_TEXT = "-"
 NO_EVICTION_MARK = "*"
-"""Mark of rows whose policy evicted nothing before the last token was scored. It stays at the end of a shortened
-label."""
+"""Mark of rows whose policy evicted nothing before the last token was scored, or whose codec quantised nothing. It
+stays at the end of a shortened label."""
 PARTLY_EVICTED_MARK = "(*)"
 """Likewise of rows for which that holds in some texts and not in others."""
 

@@ -98,7 +98,7 @@ def _make_divergence_column(
 
 def _format_kind(pair: _RowAndFull) -> str | None:
     """Format whether the cache is that of the model; a policy that evicted nothing was not tried at all."""
-    return "not cut" if pair[0].has_no_eviction and pair[0].kind == "LOSSLESS" else pair[0].kind
+    return pair[0].kind_text
 
 
 def _format_budget(pair: _RowAndFull) -> str | None:
@@ -126,8 +126,8 @@ def _format_attention(pair: _RowAndFull) -> str | None:
 
 
 def add_no_eviction_mark(text: str, row: ResultRow) -> str:
-    """Return a text about a row with the mark of those that evicted nothing, in all texts or in some."""
-    if row.has_no_eviction:
+    """Return a text about a row with the mark of those that evicted or quantised nothing, in all texts or in some."""
+    if row.is_untried:
         return f"{text} {NO_EVICTION_MARK}"
     return f"{text} {PARTLY_EVICTED_MARK}" if row.num_uncut_documents else text
 
@@ -277,9 +277,6 @@ _UNEQUAL_BYTES_NOTE = (
     "token."
 )
 _INTERVALS_NOTE = " (intervals of dNLL say how sure that is)"
-_NO_EVICTION_NOTE = (
-    f" Numbers marked {NO_EVICTION_MARK} are of policies that evicted nothing, which are never the best."
-)
 
 _PivotKey = tuple[int | float, float | None, bool]
 """Size, protected share, and whether the size is of a prompt only."""
@@ -295,7 +292,7 @@ def build_pivot_table(rows: Sequence[ResultRow]) -> Table | None:
     """
     has_intervals = any(row.versus_full is not None and row.versus_full.low is not None for row in rows)
     title = f"{PIVOT_TITLE}{_INTERVALS_NOTE if has_intervals else ''}."
-    title += _NO_EVICTION_NOTE if any(row.has_no_eviction for row in rows) else ""
+    title += _format_untried_note(rows)
     rows = [row for row in select_policy_rows(rows) if _get_row_size(row) is not None]
     shares = {_get_recent_share(row) for row in rows} - {None}
     series = group_into_series(rows, ignored_options=("recent_ratio",) if len(shares) > 1 else ())
@@ -321,6 +318,17 @@ def build_pivot_table(rows: Sequence[ResultRow]) -> Table | None:
     return Table.from_items(title, columns, lines)
 
 
+def _format_untried_note(rows: Sequence[ResultRow]) -> str:
+    """Format the explanation of marked numbers; empty without any."""
+    subjects = [
+        *(["of policies that evicted nothing"] if any(row.has_no_eviction for row in rows) else []),
+        *(["of codecs that quantised nothing"] if any(row.has_idle_codec for row in rows) else []),
+    ]
+    if not subjects:
+        return ""
+    return f" Numbers marked {NO_EVICTION_MARK} are {' or '.join(subjects)}, which are never the best."
+
+
 def _build_pivot_line(key: _PivotKey, series: Sequence[RowSeries], with_share: bool) -> list[str]:
     series_rows = [_find_pivot_row(entry, key) for entry in series]
     size, share, is_of_prompt = key
@@ -332,16 +340,12 @@ def _build_pivot_line(key: _PivotKey, series: Sequence[RowSeries], with_share: b
 
 
 def _find_best(series_rows: Sequence[ResultRow | None], series: Sequence[RowSeries]) -> str:
-    """Return the policies that none of at most their bytes beats, of those that evicted tokens.
+    """Return the policies that none of at most their bytes beats, by `select_best_rows`.
 
     Where the best take equal bytes there is one, or the absent mark for a tie; otherwise each has its bytes a token.
     """
-    names = {
-        id(row): entry.name
-        for row, entry in zip(series_rows, series, strict=True)
-        if row is not None and not row.has_no_eviction
-    }
-    best_rows = select_best_rows([row for row in series_rows if id(row) in names and row is not None])
+    names = {id(row): entry.name for row, entry in zip(series_rows, series, strict=True)}
+    best_rows = select_best_rows([row for row in series_rows if row is not None])
     if not best_rows or (len(best_rows) > 1 and has_equal_bytes(best_rows)):
         return ABSENT_TEXT
     if len(best_rows) == 1:
@@ -592,7 +596,7 @@ def format_csv(results: EvaluationResultsProtocol) -> str:
     """
     lines: list[dict[str, object]] = []
     for row in results.rows:
-        row_document = row.to_dict()
+        row_document = row.to_dict() | {"kind": row.kind_text}
         documents = row_document.pop("documents")
         lines.append({"document": "", "scope": "all texts", **dict(iter_scalars(row_document))})
         row_columns = {key: row_document[key] for key in ("label", "policy", "budget", "keep_ratio", "preset", "kind")}

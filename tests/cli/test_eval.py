@@ -225,6 +225,7 @@ def test_eval_refused_configuration_keeps_other_rows(capsys):
         ),
         (["--preset", "streaming-h2o", "--skip-layers", "0"], "--skip-layers has no effect here"),
         (["--policy", "nothing"], "unknown policy 'nothing'"),
+        (["--policy", "streaming,knorm:budget=9"], "expected one policy: repeat --policy for each"),
         (["--policy", "streaming:sink"], "is not option=value"),
         (["--policy", "streaming", "--budget", "4"], "leaves no window after 4 sinks"),
         (["--policy", "knorm"], "expected a budget (tokens) or a keep_ratio"),
@@ -323,7 +324,9 @@ def test_eval_writes_every_output(capsys, cells, tmp_path):
     options = [word for path in paths for word in ("-o", path)]
     code, out, _ = run(capsys, *QUICK, "--resume", cells, *options, "--table", tmp_path / "table.csv")
     assert code == 0 and paths[0].read_text() == out
-    assert json.loads(paths[1].read_text())["rows"][1]["label"] == "streaming 16"
+    written = json.loads(paths[1].read_text())
+    assert written["rows"][1]["label"] == "streaming 16"
+    assert list(written)[:2] == ["verb", "command"] and written["verb"] == "eval"  # as the schema of --json requires
     assert paths[2].read_text().startswith("label,document,scope,")
     assert r"\begin{tabular}" in paths[3].read_text()
     assert (tmp_path / "table.csv").read_text().startswith("label,policy,")

@@ -122,6 +122,12 @@ def test_notes_equal_budgets_need_no_note() -> None:
             {},
             "sink and recent reach the target, 336 of 400 tokens where 64 are to stay: lower recent (256)",
         ),
+        (
+            "expected_attention:budget=64,phase=both",
+            {"chunk": 16},
+            "later steps are cut once in interval=64, and 24 steps followed the first: lower interval, or feed fewer "
+            "tokens at a time",
+        ),
         ("h2o_tokens:budget=390", {}, "no step gave it reason to"),  # up to `buffer` more are held
     ],
 )
@@ -268,7 +274,10 @@ def test_notes_many_short_texts_are_one_sentence() -> None:
     texts = [text(tokens, f"t:{tokens}") for tokens in (20, 21, 22, 23, 400)]
     asked = EvaluationSettings(tokens=400)
     (line,) = build_notes([row("full", "full")], texts, asked)
-    assert line == "4 of 5 texts have fewer than the 400 tokens asked for, 20 (t:20) to 23: all of them was scored."
+    assert line == (
+        "4 of 5 texts have fewer than the 400 tokens asked for, 20 (t:20) to 23: all of them was scored; "
+        "shares of budgets are of 400."
+    )
     assert len(list(build_notes([row("full", "full")], texts[1:], asked))) == 3
 
 

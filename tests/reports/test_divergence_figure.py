@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from lm_results import results, row
@@ -53,6 +55,39 @@ def test_kl_over_bytes_shows_rows_with_a_divergence_and_the_front(monkeypatch: p
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
     colours = {line.get_color() for line in axes.lines if line.get_xdata()[0] in (2100, 1100)}
     assert len(colours) == 2  # each codec of the full cache has its own
+
+
+def draw_caption(rows) -> str:
+    with plot_style.use_style():
+        return " ".join(" ".join(text.get_text() for text in kl_over_bytes(results(rows)).texts).split())
+
+
+def test_kl_over_bytes_leaves_out_rows_that_did_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They equal rows of the codec or the policy alone, whose points they would hide."""
+    ends = []
+    monkeypatch.setattr(divergence_figure.plot_style, "add_line_labels", lambda _, found: ends.extend(found))
+    untried = [
+        point("knorm 64 + q8_0", "knorm", 2100.0, 0.001, budget=64, codec="q8_0", evicted=False),
+        point("streaming 64 + kivi", "streaming", 500.0, 0.1, budget=64, codec="kivi", evicted=True, quantized_share=0),
+    ]
+    caption = draw_caption([*untried, *ROWS])
+    assert [end.name for end in ends] == ["streaming", "streaming + q8_0", "q8_0", "q4_0"]
+    assert (
+        "Left out, and marked * in the table, as they evicted nothing in these texts or quantised nothing of what was "
+        "kept: knorm 64 + q8_0; streaming 64 + kivi; streaming 900."
+    ) in caption
+    assert "Left out" not in draw_caption(ROWS[:-1])
+
+
+def test_kl_over_bytes_with_unequal_token_counts_says_so() -> None:
+    few = DivergenceStats(tokens=4, kl=0.1, kl_p99=0.1, agreement=0.9)
+    assert "different tokens" not in draw_caption(ROWS)
+    assert "means over different tokens, 4 to 9 (scored after cut in the table): a codec rounds" in draw_caption(
+        [ROWS[0], replace(ROWS[1], cut_divergence=few), *ROWS[2:]]
+    )
+    assert "different tokens, 4 to 9 (scored after cut in the table). Thin" in draw_caption(
+        [ROWS[0], replace(ROWS[1], cut_divergence=few), ROWS[2]]
+    )
 
 
 def test_kl_over_bytes_without_divergences_says_so() -> None:

@@ -64,6 +64,19 @@ def test_pivot_marks_rows_without_eviction_and_never_as_best(rows: list[ResultRo
     assert "Numbers marked *" not in tables.format_markdown(results([*rows[:2], rows[3]]))
 
 
+def test_pivot_marks_rows_whose_codec_quantised_nothing(rows: list[ResultRow]) -> None:
+    """They equal rows of the policy alone, with which they would tie."""
+    idle = [
+        replace(rows[index], label=f"{rows[index].label} + kivi", codec="kivi", quantized_share=share, kind="LOSSY")
+        for index, share in ((3, 0.0), (1, 0.2))
+    ]
+    lines = (build_pivot_table([*rows, *idle]) or ("", [], []))[2]
+    assert lines[0] == ["64", "12.00", "11.00", "10.00 *", "11.00 *", "12.00", "recent_only"]
+    text = tables.format_markdown(results([*rows, *idle]))
+    assert "are of policies that evicted nothing or of codecs that quantised nothing, which are never the best" in text
+    assert "| recent_only 64 + kivi * | LOSSY |" in text and "| streaming 64 + kivi | LOSSY |" in text
+
+
 def test_pivot_marks_older_results_by_their_kind() -> None:
     old = [row("full", "full", perplexity=10.0, kind="LOSSLESS")]
     for policy, kind in (("streaming", "LOSSY"), ("l2_ratio", "LOSSLESS")):
@@ -87,6 +100,7 @@ def test_table_marks_rows_at_any_width(rows: list[ResultRow], width: int) -> Non
 def test_csv_and_json_have_evicted_key(rows: list[ResultRow]) -> None:
     found = results(rows)
     lines = list(csv.DictReader(io.StringIO(found.to_csv())))
+    assert [line["kind"] for line in lines] == ["LOSSLESS", "LOSSY", "not cut", "LOSSY", "not cut", "not cut", "LOSSY"]
     assert [line["evicted"] for line in lines] == ["false", "true", "false", "true", "false", "false", "false"]
     assert [each["evicted"] for each in found.to_dict()["rows"]] == [each.evicted for each in rows]
     assert [each.has_no_eviction for each in rows] == [False, False, True, False, True, True, True]

@@ -207,7 +207,8 @@ def _prepare_outputs(arguments: argparse.Namespace, stack: ExitStack) -> Callabl
             output_format = infer_format(path)
             text = result.to_text(output_format)
             if output_format == "json":
-                text = json.dumps({**result.to_dict(), "command": console.format_command_line(arguments)}) + "\n"
+                head = {"verb": "eval", "command": console.format_command_line(arguments)}  # as --json prints it
+                text = json.dumps({**head, **result.to_dict()}) + "\n"
             output.file.write(text.encode())
             output.commit()
 
@@ -272,11 +273,10 @@ class EvaluationProgressDisplay:
         self._stack.close()
         is_interrupted = error_type is not None and not issubclass(error_type, Exception)
         if is_interrupted and self._num_cells and self._arguments.resume is not None:
-            progress_text = (
-                f"{self._count_stored_cells() - self._num_other_cells} of {pluralize(self._num_cells, 'cell')} kept in "
-                f"{self._arguments.resume}"
-            )
-            console.print_note(self._arguments, f"{progress_text}: the same command goes on from there")
+            num_stored = self._count_stored_cells() - self._num_other_cells
+            next_text = "the same command goes on from there" if num_stored else "there is nothing to go on from"
+            progress_text = f"{num_stored} of {pluralize(self._num_cells, 'cell')} kept in {self._arguments.resume}"
+            console.print_note(self._arguments, f"{progress_text}: {next_text}")
 
     def _count_stored_cells(self) -> int:
         """Count the lines of the ``--resume`` file, cells of other runs included."""

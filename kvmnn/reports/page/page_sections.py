@@ -16,7 +16,7 @@ from ...runtime.replay import ReplayResult
 from .. import tables
 from ..break_even import BreakEvenReport
 from ..records import ResultRow, find_full_row
-from ..series import format_prompt_note, group_into_series, is_number, perplexity, select_policy_rows
+from ..series import describe_untried, format_prompt_note, group_into_series, is_number, perplexity, select_policy_rows
 from ..table import NO_EVICTION_MARK
 from ..tables import add_no_eviction_mark, build_table
 from .blocks import (
@@ -382,7 +382,7 @@ def _build_budget_chart(name: str, evaluation: EvaluationResult, rows: list[Resu
                 measured_point.low,
                 measured_point.high,
                 add_no_eviction_mark(row.label, row),
-                measured_point.has_no_eviction,
+                measured_point.is_untried,
             )
             for measured_point, row in zip(measured_points, members, strict=True)
         ]
@@ -397,8 +397,8 @@ def _build_budget_chart(name: str, evaluation: EvaluationResult, rows: list[Resu
     summary = f"Perplexity (lower is better) of each policy over its budget, from {name}."
     if any(point.low is not None for measured_point in series for point in measured_point.points):
         summary += " Bars: 95 % interval of the difference to the full cache, over the documents."
-    if any(row.has_no_eviction for row in rows):
-        summary += f" Hollow, and marked {NO_EVICTION_MARK}: evicted nothing in these texts."
+    if untried_text := describe_untried(rows):
+        summary += f" Hollow, and marked {NO_EVICTION_MARK}: {untried_text}."
     if prompt_note := format_prompt_note(rows):
         summary += f" {prompt_note}"
     if len(groups) > _MAX_QUALITY_SERIES:

@@ -10,7 +10,7 @@ from ...evaluation.result import EvaluationResult
 from ...gates.summary import NOT_FINISHED_REASON
 from ...gates.verdict import GateResult
 from ..records import find_full_row
-from ..series import has_equal_bytes, is_number, select_best_rows, select_policy_rows, to_float_or_nan
+from ..series import describe_untried, has_equal_bytes, is_number, select_best_rows, select_policy_rows, to_float_or_nan
 from .blocks import CaseCard, Cell, Section, TableColumn, Tone, VerdictBlock, build_section, build_table_block
 from .inputs import ReportInputs
 from .records import REFERENCE_CASES, CaseVerdict
@@ -55,7 +55,7 @@ def _iter_budget_costs(name: str, evaluation: EvaluationResult) -> Iterator[str]
     full_cache_row, policy_rows = find_full_row(evaluation.rows), select_policy_rows(evaluation.rows)
     name_prefix = f"{name}: " if name else ""
     if full_cache_row is not None and is_number(full_cache_row.perplexity):
-        candidates = [row for row in policy_rows if row.budget is not None and not row.has_no_eviction]
+        candidates = [row for row in policy_rows if row.budget is not None and not row.is_untried]
         budgets = sorted({row.budget or 0 for row in candidates})
         for budget in budgets[:_MAX_BUDGETS]:
             budget_rows = [row for row in candidates if row.budget == budget]
@@ -76,14 +76,10 @@ def _iter_budget_costs(name: str, evaluation: EvaluationResult) -> Iterator[str]
                     f"{subject}: of {len(budget_rows):,} rows of unequal bytes, no row of at most the same bytes beats "
                     f"{'; '.join(row_texts)}."
                 )
-    no_eviction_rows = [row for row in policy_rows if row.has_no_eviction]
-    if no_eviction_rows:
-        subject = (
-            no_eviction_rows[0].label
-            if len(no_eviction_rows) == 1
-            else pluralize(len(no_eviction_rows), "configuration")
-        )
-        yield f"{name_prefix}{subject} evicted nothing in these texts: no rival of the others."
+    untried_rows = [row for row in policy_rows if row.is_untried]
+    if untried_rows:
+        subject = untried_rows[0].label if len(untried_rows) == 1 else pluralize(len(untried_rows), "configuration")
+        yield f"{name_prefix}{subject} {describe_untried(untried_rows)}: no rival of the others."
 
 
 TONE_BY_VERDICT: dict[str, Tone] = {

@@ -687,6 +687,11 @@ def test_store_of_casts_says_lossy_of_what_it_returns(here: Path, run, is_remote
     assert copied in said and said.endswith(loss)
     assert json.loads(Path("back/loss.json").read_text())["loss"] == "rounded by a cast: fp32 to fp16"
     assert "LOSSLESS (" in run("store", "get", store, *ids, "--dtype", "fp32", "-o", "back32/").out
+    if not is_remote:
+        (record,) = Path("S/spaces").glob("*.loss")
+        record.write_bytes(b"")
+        assert "a loss is recorded, and the record cannot be read" in run("store", "get", "S", *ids, "-o", "x/").out
+        record.write_text("rounded by a cast: fp32 to fp16")
     assert copied in run("store", "export", store, *ids, "--dtype", "fp16", "-o", "text.kv").out
     run("store", "import", "T", "text.kv")
     assert copied in run("store", "get", "T", *ids, "-o", "again/").out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from prefixes import MODEL
 
@@ -52,3 +54,13 @@ def test_open_url_secrets_are_redacted() -> None:
     with pytest.raises(OptionError) as error:
         PrefixStore("redis://127.0.0.1:1/x?password=hunter2")
     assert "hunter2" not in str(error.value)
+
+
+def test_url_of_a_directory_store_is_refused(tmp_path: Path) -> None:
+    """Another store in it would take its tables for its own, and remove them."""
+    pytest.importorskip("fsspec")
+    PrefixStore(tmp_path / "S").close()
+    names = sorted(path.name for path in (tmp_path / "S").iterdir())
+    with pytest.raises(OptionError, match="is the directory of a store: expected its path without file://"):
+        PrefixStore(f"file://{tmp_path}/S")
+    assert sorted(path.name for path in (tmp_path / "S").iterdir()) == names

@@ -412,7 +412,8 @@ class RecoveryFiles:
     def read_loss(self, namespace: Namespace) -> str:
         """Read what K and V of a namespace had lost; empty for nothing."""
         try:
-            return self._read(_make_loss_path(namespace.key.hex()), _MAX_NAME_BYTES).decode("utf-8", "replace")
+            loss = self._read(_make_loss_path(namespace.key.hex()), _MAX_NAME_BYTES).decode("utf-8", "replace")
+            return loss if loss.isprintable() and loss else _UNKNOWN_LOSS
         except FileNotFoundError:
             return ""
         except (KvmnnError, OSError):  # something was lost: which it was is damaged

@@ -18,11 +18,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import UTC
 from functools import wraps
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from ..._util.packages import import_optional
-from ...errors import KvmnnError
+from ...errors import KvmnnError, OptionError
 from ..backend import BackendUnavailableError
 from ..encryption import StoreCipher, UnsealError
 from .records import RECORDS_FOLDER_PREFIX
@@ -298,6 +299,11 @@ class ObjectStoreValues:
         self._root = str(root).rstrip("/")
         protocols = self._fs.protocol
         self._is_local = bool(_LOCAL_PROTOCOLS & {protocols, *(protocols if isinstance(protocols, tuple) else ())})
+        folder = Path(self._root)
+        if self._is_local and ((folder / "store.json").exists() or any(folder.glob("index*.sqlite"))):
+            raise OptionError(
+                f"{url}: is the directory of a store: expected its path without file://, which is another kind"
+            )
         self._timeout = timeout
         self._pool: tuple[int, ThreadPoolExecutor] = 0, ThreadPoolExecutor()
         """Process id and threads: a forked child has none of them."""

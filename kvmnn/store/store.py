@@ -469,9 +469,11 @@ class PrefixStore:
         state = StateToPut(window_layers, sorted_states) if namespace.needs_state else None
         try:
             weights = None if attention is None else np.asarray(attention)
-            self._save_loss(namespace, loss)
+            if loss and self._sequences.find_longest(ids, model, namespace.dtype)[1].tokens < ids.size:
+                self._save_loss(namespace, loss)
             result = self._with_retry(lambda: self._sequences.put(ids, caches, namespace, state, weights, ready_units))
-            self._save_loss(namespace, loss)  # again, if a gc of another process removed it before there was a unit
+            if result.stored_bytes:  # again, if a gc of another process removed it before there was a unit
+                self._save_loss(namespace, loss)
         except BackendUnavailableError as error:
             result = PutResult(tokens=ids.size, known_tokens=0, notes=(str(error),), outage=True)
         self._metrics.record_put(result)
@@ -483,7 +485,7 @@ class PrefixStore:
         """Add what K and V have lost to what those of the namespace had lost before."""
         if loss:
             known_loss = self._with_retry(lambda: self._backend.get_loss(namespace))
-            joined_loss = join_losses(known_loss, loss)
+            joined_loss = join_losses(known_loss, *loss.split("; "))
             if joined_loss != known_loss and len(joined_loss.encode()) <= _MAX_LOSS_BYTES:
                 self._with_retry(lambda: self._backend.save_loss(namespace, joined_loss))
 

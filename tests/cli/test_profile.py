@@ -700,6 +700,16 @@ def test_transform_of_some_layers_counts_their_loss_and_is_read_back(run, tmp_pa
     run("decode", tmp_path / "s", "-o", tmp_path / "back.npz")
 
 
+def test_verify_against_an_original_with_more_layers_differs(run, work, tmp_path) -> None:
+    (tmp_path / "kv").mkdir()
+    for path in (work / "kv").glob("layer_[0-2].*"):
+        shutil.copy(path, tmp_path / "kv")
+    run("encode", tmp_path / "kv", "-o", tmp_path / "s/", "--codec", f"profile:{work / 'p.kvmp'}")
+    assert "LOSSLESS" in run("verify", tmp_path / "s", "--against", tmp_path / "kv").out
+    differs = run("verify", tmp_path / "s", "--against", work / "kv", code=1)
+    assert "layer 3 is in the original only" in differs.out + differs.err and "LOSSLESS" not in differs.out
+
+
 def test_losses_before_a_codec_stay_in_records_of_copies(run, work, tmp_path) -> None:
     """Of a cast and two roundings each copy records all three, the first first."""
     codec = f"transform:{work / 'p.kvmp'},bits=3"

@@ -695,6 +695,9 @@ def test_store_of_casts_says_lossy_of_what_it_returns(here: Path, run, is_remote
     assert copied in run("store", "export", store, *ids, "--dtype", "fp16", "-o", "text.kv").out
     run("store", "import", "T", "text.kv")
     assert copied in run("store", "get", "T", *ids, "-o", "again/").out
+    again = {**cast, "loss": "K and V are rounded; KL divergence of the predictions: 0.002 nats"}
+    Path("rounded/loss.json").write_text(json.dumps(again))
+    run("store", "put", store, "rounded", *ids, "--fingerprint", "m", code=2)
     run("store", "rm", store, *ids)
     run("store", "gc", store)
     run("store", "put", store, "long.npz", *ids, "--fingerprint", "m")

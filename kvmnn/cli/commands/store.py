@@ -163,10 +163,10 @@ def _run_put(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Command
 
 
 def _shorten_loss(metadata: Mapping[str, str]) -> str:
-    """Return what K and V have lost without counts, which are of one text."""
+    """Return what K and V have lost without numbers, which are of one text."""
     from ...arrays.source import CAST_TEXT, LOSSY_KEY, join_losses
 
-    sentences = metadata.get(LOSSY_KEY, "").split("; ")
+    sentences = [text for text in metadata.get(LOSSY_KEY, "").split("; ") if not text.startswith("KL divergence")]
     return join_losses(*(text.partition(", ")[0] if text.startswith(CAST_TEXT) else text for text in sentences))
 
 

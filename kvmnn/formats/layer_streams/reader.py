@@ -19,6 +19,7 @@ from ..._util.parallel import Progress
 from ..._util.text import LOSSY, compute_ratio, escape_control, format_rate, pluralize
 from ...arrays.array import Chunk, LazyArray, rechunk
 from ...arrays.layer_cache import LayerCache
+from ...arrays.layers import collect_layers
 from ...arrays.source import LOSSY_KEY, Source, is_rounded_by_codec, join_losses, list_losses
 from ...errors import FrameError, KvmnnError, LimitError, ManifestError, MissingFileError, SourceError
 from ...files.atomic import is_device
@@ -424,6 +425,11 @@ def verify_layers(
             differences += [] if problem is None else [problem]
         if progress is not None:
             progress(entry.raw_bytes)
+    if against is not None and not differences:
+        stored_layers = {entry.layer for entry in streams.document.layers}
+        other_layers = sorted({entry.layer for entry in collect_layers(against)} - stored_layers)
+        if other_layers:
+            differences.append(f"layer {other_layers[0]} is in the original only, as {len(other_layers):,} in all are")
     losses = list_losses(streams.document.metadata)
     return LayerStreamsInfo(
         input=path,

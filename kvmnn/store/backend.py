@@ -146,8 +146,8 @@ def explain_settings(path: str | Path, cipher: StoreCipher, headers: Sequence[Un
     example = encode_settings(settings, with_checksum=False).decode().strip()
     guess = "all values are guesses"
     if headers:
-        known_text = "codec is that" if settings.profile is None else "codec and key of the profile are those"
-        guess = f"{known_text} of the units, other values are guesses"
+        codec_text = "codec is that" if settings.profile is None else "codec and key of the profile are those"
+        guess = f"{codec_text} of the units, other values are guesses"
     return f"write what the store was made with into {path}, such as {example} ({guess})"
 
 

@@ -469,8 +469,10 @@ class PrefixStore:
         state = StateToPut(window_layers, sorted_states) if namespace.needs_state else None
         try:
             weights = None if attention is None else np.asarray(attention)
-            if loss and self._sequences.find_longest(ids, model, namespace.dtype)[1].tokens < ids.size:
-                self._save_loss(namespace, loss)
+            if loss:
+                _, stored_part, _ = self._with_retry(lambda: self._sequences.find_longest(ids, model, namespace.dtype))
+                if stored_part.tokens < ids.size:
+                    self._save_loss(namespace, loss)
             result = self._with_retry(lambda: self._sequences.put(ids, caches, namespace, state, weights, ready_units))
             if result.stored_bytes:  # again, if a gc of another process removed it before there was a unit
                 self._save_loss(namespace, loss)
@@ -484,9 +486,9 @@ class PrefixStore:
     def _save_loss(self, namespace: Namespace, loss: str) -> None:
         """Add what K and V have lost to what those of the namespace had lost before."""
         if loss:
-            known_loss = self._with_retry(lambda: self._backend.get_loss(namespace))
-            joined_loss = join_losses(known_loss, *loss.split("; "))
-            if joined_loss != known_loss and len(joined_loss.encode()) <= _MAX_LOSS_BYTES:
+            earlier_loss = self._with_retry(lambda: self._backend.get_loss(namespace))
+            joined_loss = join_losses(earlier_loss, *loss.split("; "))
+            if joined_loss != earlier_loss and len(joined_loss.encode()) <= _MAX_LOSS_BYTES:
                 self._with_retry(lambda: self._backend.save_loss(namespace, joined_loss))
 
     def _delete_some_labels(self, key: bytes) -> None:

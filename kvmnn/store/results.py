@@ -563,7 +563,7 @@ class StoreStats(Record):
     #: Bytes of all unit files, and of the K and V in them.
     bytes: int
     raw_bytes: int
-    #: Size of the index of all namespaces; None in the figures of one.
+    #: Size of the index of all namespaces; None in the figures of one, and for a remote store, which has none.
     index_bytes: int | None
     #: Fingerprints of the models.
     models: tuple[str, ...]

@@ -189,14 +189,20 @@ def parse_unit(data: Bytes) -> Unit:
 
 
 UNSEALED_NOTHING: Bytes = np.empty(0, np.uint8)
-"""The bytes of a unit that does not decrypt, or of an empty file."""
+"""Stands for the bytes of a unit that does not decrypt."""
+
+
+def to_unit_bytes(data: bytes, *, is_sealed: bool) -> Bytes:
+    """Return a value of a remote store as the bytes of a unit; of a sealed one, none means that it does not decrypt."""
+    return np.frombuffer(data, np.uint8) if data or not is_sealed else UNSEALED_NOTHING
 
 
 def check_header_size(data: Bytes, min_bytes: int) -> None:
     """Raise `DamagedUnitError` if a unit has fewer bytes than its fixed fields."""
+    if data is UNSEALED_NOTHING:
+        raise DamagedUnitError("does not decrypt")
     if data.size < min_bytes:
-        what = f"has {data.size:,} bytes: too few for a header" if data.size else "has 0 bytes, or does not decrypt"
-        raise DamagedUnitError(what)
+        raise DamagedUnitError(f"has {data.size:,} bytes: too few for a header")
 
 
 class UnitHeader(NamedTuple):

@@ -97,7 +97,8 @@ def test_stats_memory_store_has_no_index() -> None:
     with PrefixStore("memory://test_bounds", block_tokens=4) as store:
         store.put(range(9), layers_of(range(9)), model=MODEL)
         found = store.stats()
-    assert (found.index_bytes, found.units, found.blocks, found.tokens) == (0, 1, 2, 9)
+    assert (found.index_bytes, found.units, found.blocks, found.tokens) == (None, 1, 2, 9)
+    assert "index" not in str(found)
 
 
 def test_open_foreign_database_is_unchanged(tmp_path: Path) -> None:

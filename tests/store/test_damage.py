@@ -64,7 +64,7 @@ def test_get_damaged_unit_is_a_noted_miss(tmp_path: Path, encryption: str) -> No
             assert found.tokens == 8
             assert same(found.layers, texts[1], 8)
             (note,) = found.notes
-            reason = "has 0 bytes, or does not decrypt" if encryption == "encrypted" else "V of layer 1: "
+            reason = "does not decrypt" if encryption == "encrypted" else "V of layer 1: "
             assert f"{file}: damaged, {done} (tokens 8 to 10 of a text): {reason}" in note
             assert store.get(texts[1], model=MODEL).notes == ()
 

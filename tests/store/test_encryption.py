@@ -217,6 +217,22 @@ def test_get_any_changed_byte_is_a_noted_miss(tmp_path: Path) -> None:
         assert same(store.get(ids, model=MODEL).layers, ids, 11)
 
 
+@pytest.mark.parametrize("engine", ["directory", "file"])
+def test_get_damaged_sealed_unit_says_which_damage(new_url: Callable[[str], str], engine: str) -> None:
+    """A changed unit does not decrypt; an empty file of a directory has 0 bytes."""
+    url, ids = new_url(engine), range(8)
+    with PrefixStore(url, key=KEY, block_tokens=4) as store:
+        store.put(ids, layers_of(ids), model=MODEL)
+    (file,) = (path for path in Path(url.removeprefix("file://")).glob("units/**/*") if path.is_file())
+    changed = bytearray(file.read_bytes())
+    changed[-1] ^= 1
+    for data, reason in ((bytes(changed), "does not decrypt"), (b"", "has 0 bytes: too few for a header")):
+        file.write_bytes(data)
+        with PrefixStore(url, key=KEY, read_only=True) as store:
+            (note,) = store.get(ids, model=MODEL).notes
+        assert note.endswith(reason if engine == "directory" else ": does not decrypt")
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
@@ -479,10 +495,7 @@ def test_remote_exchanged_values_are_no_wrong_hit(new_url: Callable[[str], str])
                 if folder in ("units", "after-*"):
                     assert found.tokens == 0
                 if folder == "units":
-                    assert (
-                        "damaged, is passed over, with what goes on from it: has 0 bytes, or does not decrypt"
-                        in str(found.notes)
-                    )
+                    assert "damaged, is passed over, with what goes on from it: does not decrypt" in str(found.notes)
                 if folder == "sessions":
                     with pytest.raises(KvmnnError, match="session 'chat"):
                         store.resume(f"chat {ids[0]}")

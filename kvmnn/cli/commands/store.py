@@ -615,8 +615,8 @@ prefix, to the token. Equal prefixes are stored once, losslessly (docs/prefix-st
   ls, stat STORE      stored texts; sizes and hits; --speed: where they pay
   serve-metrics STORE Prometheus text over HTTP (--listen)
   verify STORE        decode and compare all, remove damage (--dry-run: name it)
-  gc STORE            remove unreferenced data; --size-limit SIZE: and the least
-                      recently used texts, down to SIZE
+  gc STORE            remove unreferenced data; --size-limit SIZE: and texts
+                      by the policy of the store, down to SIZE
   rm STORE            remove what no other text continues
   pin, unpin STORE    protect a text from eviction, or no longer
   export STORE -o F   write a text to one file, for another machine

@@ -73,7 +73,7 @@ class UnitFiles:
         """Return the bytes of a unit, a memory map unless they were sealed; None if there is no file."""
         data = self._map_file(unit)
         try:
-            return None if data is None else self._cipher.unseal_array(data, UNIT_NAME)
+            return data if data is None or not data.size else self._cipher.unseal_array(data, UNIT_NAME)
         except UnsealError:
             return UNSEALED_NOTHING
 
@@ -81,7 +81,7 @@ class UnitFiles:
         """Return at least the header of a unit, which takes less time than `read_unit` if the unit is sealed."""
         data = self._map_file(unit)
         try:
-            return None if data is None else self._cipher.unseal_head(data, UNIT_NAME)
+            return data if data is None or not data.size else self._cipher.unseal_head(data, UNIT_NAME)
         except UnsealError:
             return UNSEALED_NOTHING
 
@@ -100,7 +100,7 @@ class UnitFiles:
             if not os.path.isfile(path):
                 return None
             file = MappedFile(path)
-            return file.view(0, file.size) if file.size else UNSEALED_NOTHING
+            return file.view(0, file.size) if file.size else np.empty(0, np.uint8)
         except (SourceError, OSError):
             return None
 

@@ -56,7 +56,15 @@ from ..namespace import (
     parse_namespace,
     to_sort_key,
 )
-from ..unit import DamagedUnitError, TableSetCache, TableSets, is_lossy_unit, make_object_name, parse_header
+from ..unit import (
+    DamagedUnitError,
+    TableSetCache,
+    TableSets,
+    is_lossy_unit,
+    make_object_name,
+    parse_header,
+    to_unit_bytes,
+)
 from ..unit_codec import PrefixState
 from .eviction import Pin, list_end_units, read_pins, read_uses, save_pin, select_evicted
 from .key_values import CircuitBreaker
@@ -353,11 +361,14 @@ class RemoteBackendBase:
             if data is not None:
                 data_by_unit[unit] = data
                 self._memory_cache.put(unit, data)
-        return [None if (data := data_by_unit[unit]) is None else np.frombuffer(data, np.uint8) for unit in units]
+        return [self.to_unit_bytes(data_by_unit[unit]) for unit in units]
 
     def get_cached(self, unit: int) -> Bytes | None:
-        data = self._memory_cache.get(unit)
-        return None if data is None else np.frombuffer(data, np.uint8)
+        return self.to_unit_bytes(self._memory_cache.get(unit))
+
+    def to_unit_bytes(self, data: bytes | None) -> Bytes | None:
+        """Return a value as the bytes of a unit; None for a missing one."""
+        return None if data is None else to_unit_bytes(data, is_sealed=bool(self.cipher.secret))
 
     def has_lossy_units(self, units: Sequence[int]) -> bool:
         return any(data is not None and is_lossy_unit(data) for data in map(self.get_cached, units))

@@ -184,7 +184,7 @@ class RemoteBackend(RemoteBackendBase):
             cached_units.clear()
             values = self.key_values.get_many([make_unit_name(record.unit) for record in batch])
             for record, data in zip(batch, values, strict=True):
-                cached_units[record.unit] = None if data is None else np.frombuffer(data, np.uint8)
+                cached_units[record.unit] = self.to_unit_bytes(data)
             for record in batch:
                 if record.parent in damaged_keys:
                     lost_records.append(record)
@@ -254,7 +254,7 @@ class RemoteBackend(RemoteBackendBase):
         if unit in cached_units:
             return cached_units[unit]
         (data,) = self.key_values.get_many([make_unit_name(unit)])
-        return None if data is None else np.frombuffer(data, np.uint8)
+        return self.to_unit_bytes(data)
 
     def _count_pins(self, own_units: Collection[int]) -> int:
         """Count the pins of the tenant; those of no stored unit belong to a store that is not divided."""
@@ -287,7 +287,7 @@ class RemoteBackend(RemoteBackendBase):
             bytes=sum(record.nbytes for record in all_records),
             raw_bytes=sum(state.raw_bytes for state in states)
             + sum(record.ids.size * namespaces[record.namespace_key].token_bytes for record in unit_records),
-            index_bytes=None if self.tenant and not all_namespaces else 0,
+            index_bytes=None,
             models=tuple(sorted({namespaces[record.namespace_key].model for record in unit_records})),
             pinned=len(read_pins(self.key_values))
             if all_namespaces

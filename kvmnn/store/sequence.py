@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from heapq import merge
 from typing import Any, NamedTuple
 
+import numpy as np
 import numpy.typing as npt
 
 from .._util.text import pluralize, shorten_names
@@ -20,7 +21,7 @@ from ..errors import KvmnnError, OptionError, SourceError
 from .backend import AddResult, ConcurrentUpdateError, PrefixMatch, StoreBackend, StoredText
 from .namespace import Ids, Namespace, TokenSequence, describe_difference, validate_model
 from .read_path import iter_layers, load_slices, read_layers, read_state
-from .results import LayerwisePrefix, PutResult, StoredPrefix, StoreExportResult
+from .results import MIN_HANDLE_LETTERS, LayerwisePrefix, PutResult, StoredPrefix, StoreExportResult
 from .unit import DamagedUnitError, ReadyUnits, parse_header
 from .unit_codec import LoadedSlice, encode_state
 from .write_path import WriteOptions, add_sequence, make_layer_encoder
@@ -327,9 +328,22 @@ class SequenceStore:
         if max_stored_tokens < ids.size:
             raise KvmnnError(
                 f"{self._backend.label}: holds {max_stored_tokens:,} tokens of this text of {ids.size:,} under this "
-                f"model"
+                f"model{self._name_stored_text(ids[:max_stored_tokens], [namespace for namespace, _ in parts])}"
             )
         return [(namespace, stored_part) for namespace, stored_part in parts if stored_part.tokens == ids.size]
+
+    def _name_stored_text(self, ids: Ids, namespaces: Sequence[Namespace]) -> str:
+        """Return the handle of the shortest text that begins with `ids`, for a message that refuses a longer one."""
+        keys = {namespace.key for namespace in namespaces} if ids.size else set()
+        texts = (text for text in self._backend.iter_texts() if text.namespace.key in keys)
+        texts_by_size = sorted(texts, key=lambda text: text.ids.size)
+        text = next((text for text in texts_by_size if np.array_equal(text.ids[: ids.size], ids)), None)
+        if text is None:
+            return " (kvmnn store ls lists the texts)"
+        return (
+            f", of the text {text.key.hex()[:MIN_HANDLE_LETTERS]} of {text.ids.size:,}: name that, by its handle "
+            "(kvmnn store ls)"
+        )
 
     def export(
         self, ids: Ids, path: str | os.PathLike[str], model: str, dtype: str | None, *, force: bool

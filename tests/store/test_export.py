@@ -30,9 +30,19 @@ def exported(tmp_path: Path) -> Path:
         with pytest.raises(OutputError, match="exists already"):
             store.export(IDS, tmp_path / "text", model=MODEL)
         store.export(IDS, tmp_path / "text", model=MODEL, force=True)
-        with pytest.raises(KvmnnError, match="holds 17 tokens of this text of 18"):
-            store.export([*IDS, 1], tmp_path / "more", model=MODEL)
     return tmp_path / "text"
+
+
+def test_export_of_more_than_is_stored_names_the_stored_text(exported: Path, tmp_path: Path) -> None:
+    with PrefixStore(tmp_path / "s") as store:
+        (key,) = [entry.key for entry in store.ls().texts if entry.tokens == len(IDS)]
+        for ids, num_stored in (([*IDS, 1], len(IDS)), ([*IDS[:9], 1], 9)):
+            message = f"holds {num_stored} tokens of this text of {len(ids)} .* of the text {key[:6]} of 17: name that"
+            with pytest.raises(KvmnnError, match=message):
+                store.export(ids, tmp_path / "more", model=MODEL)
+        store.export(store.resolve(key[:6]).ids, tmp_path / "more", model=MODEL)
+        with pytest.raises(KvmnnError, match=r"holds 0 tokens of this text of 1 under this model \(kvmnn store ls"):
+            store.export([1], tmp_path / "none", model=MODEL)
 
 
 def test_import_file_round_trips_between_stores(exported: Path, tmp_path: Path) -> None:

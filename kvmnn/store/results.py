@@ -217,6 +217,8 @@ class CleanupResult(Record):
     dtypes: tuple[str, ...] = ()
     #: Files in the store that kvmnn did not write; they were kept.
     foreign: tuple[str, ...] = ()
+    #: Labels of shorter sequences that began a deleted one and went with it.
+    lost_labels: tuple[str, ...] = field(default=(), metadata={"omit": True})
     #: Bytes above the limit of a garbage collection that are left, as pins keep them.
     excess_bytes: int = field(default=0, metadata={"omit": True})
     #: Whether the store is one of transform streams, whose K and V are not exactly those that were put.
@@ -229,6 +231,9 @@ class CleanupResult(Record):
             text += f", and {pluralize(self.other_files, 'file')} that nothing referred to"
             text += f", {self.other_bytes:,} bytes" if self.other_bytes else ""
         text += f": {self.kept}" if self.kept else ""
+        if self.lost_labels:
+            labels_text = ", ".join(map(escape_control, self.lost_labels))
+            text += f"\n  shorter texts that began it went with it, as no pin keeps them: {labels_text}"
         if self.young_files:
             young_text = pluralize(self.young_files, "file")
             text += f"\n  that nothing refers to, and left as a put may be at work: {young_text} younger than an hour"

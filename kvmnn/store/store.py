@@ -720,7 +720,8 @@ class PrefixStore:
     def delete(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> CleanupResult:
         """Remove a sequence from its end on, up to a block that another sequence needs or a pin keeps.
 
-        A sequence that is pinned itself is left as it is, with its label.
+        A sequence that is pinned itself is left as it is, with its label. Shorter sequences that begin it go with it
+        unless a pin keeps them: the result names those with a label.
 
         Parameters
         ----------
@@ -736,12 +737,22 @@ class PrefixStore:
 
         def delete() -> CleanupResult:
             namespaces = [namespace for namespace, _ in self._sequences.find_complete(ids, model, dtype)]
+            labelled_prefixes = [
+                (label, text)
+                for label, text in self._backend.iter_labels()
+                if text.namespace in namespaces
+                and text.ids.size < ids.size
+                and np.array_equal(text.ids, ids[: text.ids.size])
+                and self._sequences.is_stored(text)
+            ]
             results = [self._backend.delete(self._sequences.make_sequence(namespace, ids)) for namespace in namespaces]
             unpinned = [
                 namespace for namespace, result in zip(namespaces, results, strict=True) if not result.is_refused
             ]
             labels = {label for namespace in unpinned if (label := self._backend.get_label(namespace, ids)) is not None}
             self._backend.delete_labels([StoredText(namespace, ids).key for namespace in unpinned])
+            lost_prefixes = [(label, text) for label, text in labelled_prefixes if not self._sequences.is_stored(text)]
+            self._backend.delete_labels([text.key for _, text in lost_prefixes])
             num_units = sum(result.units for result in results)
             reasons = dict.fromkeys(result.kept for result in results if result.kept)
             if labels and not num_units:  # else it looks as if nothing was done
@@ -751,6 +762,7 @@ class PrefixStore:
                 bytes=sum(result.bytes for result in results),
                 kept="; ".join(reasons),
                 dtypes=tuple(namespace.dtype for namespace in namespaces),
+                lost_labels=tuple(sorted({label for label, _ in lost_prefixes})),
                 is_lossy=self.is_lossy,
             )
 

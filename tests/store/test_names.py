@@ -153,6 +153,22 @@ def test_put_command_label_in_use_is_noted(tmp_path: Path, run: Callable[..., Si
     assert "2 texts are called 'q' now" in run(*put, "--token-ids", "3,4").err
 
 
+def test_delete_names_labelled_prefixes_that_go(store: PrefixStore) -> None:
+    """Those that are pinned, that others continue, or that are no prefix, stay with their labels."""
+    ids = list(range(100, 112))
+    for size, label in ((3, "gone"), (8, "shared"), (11, "tail"), (12, "long")):
+        store.put(ids[:size], layers_of(ids[:size]), model=MODEL, label=label)
+    other = [*ids[:8], 7, 7, 7]
+    store.put(other, layers_of(other), model=MODEL, label="other")
+    result = store.delete(ids, model=MODEL)
+    assert result.lost_labels == ("tail",) and str(result).endswith("as no pin keeps them: tail")
+    assert store.resolve("shared").ids.tolist() == ids[:8]
+    assert store.count_labelled("tail") == 0
+    store.pin(ids[:3], model=MODEL)
+    result = store.delete(other, model=MODEL)
+    assert "gone" not in result.lost_labels and store.resolve("gone").ids.tolist() == ids[:3]
+
+
 def test_rm_command_pinned_text_is_refused(tmp_path: Path, run: Callable[..., SimpleNamespace]) -> None:
     with PrefixStore(tmp_path / "s") as store:
         store.put(CHAT, layers_of(CHAT), model=MODEL, label="chat")

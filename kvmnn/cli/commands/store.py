@@ -617,7 +617,8 @@ prefix, to the token. Equal prefixes are stored once, losslessly (docs/prefix-st
   verify STORE        decode and compare all, remove damage (--dry-run: name it)
   gc STORE            remove unreferenced data; --size-limit SIZE: and texts
                       by the policy of the store, down to SIZE
-  rm STORE            remove what no other text continues
+  rm STORE            remove what no other text continues, and names shorter
+                      labelled texts that go with it (pin keeps these)
   pin, unpin STORE    protect a text from eviction, or no longer
   export STORE -o F   write a text to one file, for another machine
   import STORE F      import such a file

@@ -183,6 +183,20 @@ def read_exported_label(path: str | os.PathLike[str], key: StoreKey | bytes | No
     return label
 
 
+def read_exported_model(path: str | os.PathLike[str], key: StoreKey | bytes | None = None) -> str:
+    """Return the fingerprint of the model of an exported sequence.
+
+    Raises
+    ------
+    SourceError, OptionError
+        As `read_exported`.
+    """
+    cipher = make_cipher(key)
+    file = _open_exported(path, cipher)
+    root = parse_document(_read_document(file)[0], file.label, _MAX_DOCUMENT_BYTES)
+    return parse_namespace(root.get("space").read_str(), f"{file.label}: space", cipher.secret).model
+
+
 def is_lossy(path: str | os.PathLike[str], key: StoreKey | bytes | None = None) -> bool:
     """Return whether an exported sequence has units that do not decode to what was put.
 

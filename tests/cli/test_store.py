@@ -264,6 +264,17 @@ def test_store_stat_ls_pin_rm_gc_export_import(here: Path, run) -> None:
     assert run("store", "ls", "S").out == "no texts\n"
 
 
+def test_store_import_second_model_needs_force(here: Path, run) -> None:
+    for store, name, model in (("S", "long", "one"), ("T", "other", "two")):
+        run("store", "put", store, f"{name}.npz", "--token-ids", f"{name}.json", "--fingerprint", model)
+    run("store", "export", "T", "--token-ids", "other.json", "-o", "two.prefix")
+    refusal = run("store", "import", "S", "two.prefix", code=2).err
+    assert "S: holds prefixes of the model one, these are of two (--force puts them as well)" in refusal
+    assert json.loads(run("store", "stat", "S", "--json").out)["models"] == ["one"]
+    assert run("store", "import", "S", "two.prefix", "--force").out.startswith("3 tokens, 3 of them new")
+    assert run("store", "import", "S", "two.prefix").out.startswith("3 tokens: all of them were stored already")
+
+
 def test_store_put_that_fails_first_leaves_no_store(here: Path, run) -> None:
     """Else the next put, of another codec, would be refused."""
     import transform_samples

@@ -116,13 +116,7 @@ def _run_put(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Command
 
     _refuse_loss(arguments, is_lossy_store=store.is_lossy)
     source, layers, model = arguments.read, arguments.layers, arguments.made_by
-    other_models = [other_model for other_model in store.models if other_model != model]
-    if other_models and model not in store.models and not arguments.force:
-        raise UsageError(
-            f"{arguments.store}: {_describe_models(other_models, model)}, these are of "
-            f"{shorten_names([*other_models, model])[model]} "
-            "(--force puts them as well)"
-        )
+    _refuse_second_model(store, model, arguments)
     types = sorted({array.dtype for array in source.arrays})
     if len(types) > 1:
         note_text = f"the arrays are {' and '.join(types)}: put as {layers[0].dtype}, which has every number of them"
@@ -160,6 +154,16 @@ def _run_put(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Command
         text = f"{num_texts} texts are called {arguments.label!r} now: name them by their handles (store ls)"
         input_sources.report_notes([text], arguments)
     return put_result, _get_put_code(put_result)
+
+
+def _refuse_second_model(store: PrefixStore, model: str, arguments: argparse.Namespace) -> None:
+    """Raise `UsageError` for K and V of another model than the store has, unless ``--force`` is given."""
+    models = store.models
+    if models and model not in models and not arguments.force:
+        raise UsageError(
+            f"{arguments.store}: {_describe_models(models, model)}, these are of "
+            f"{shorten_names([*models, model])[model]} (--force puts them as well)"
+        )
 
 
 def _shorten_loss(metadata: Mapping[str, str]) -> str:
@@ -561,6 +565,9 @@ def _names_text(arguments: argparse.Namespace) -> bool:
 
 
 def _run_import(store: PrefixStore, arguments: argparse.Namespace) -> tuple[CommandResult, int]:
+    from ...store.export import read_exported_model
+
+    _refuse_second_model(store, read_exported_model(arguments.inputs[0], arguments.key), arguments)
     put_result = store.import_file(arguments.read, label=arguments.label)
     _raise_if_unavailable(put_result)
     return put_result, _get_put_code(put_result)
@@ -696,7 +703,7 @@ _SPEC_BY_ACTION = {
     "pin": _ActionSpec(_MODEL_OPTIONS, _REFERENCE),
     "unpin": _ActionSpec(_MODEL_OPTIONS, _REFERENCE),
     "export": _ActionSpec((*_MODEL_OPTIONS, "output", "force", "profile"), _REFERENCE),
-    "import": _ActionSpec((*_CREATION_OPTIONS, "rope", "label", "max_bytes"), "FILE"),
+    "import": _ActionSpec((*_CREATION_OPTIONS, "rope", "label", "max_bytes", "force"), "FILE"),
     "simulate": _ActionSpec((*store_simulation.SIMULATION_OPTIONS, "tensor", "output", "force"), "CACHE"),
 }
 _ALL_OPTIONS = tuple(dict.fromkeys(name for action in _SPEC_BY_ACTION.values() for name in action.options))

@@ -275,6 +275,24 @@ def test_store_import_second_model_needs_force(here: Path, run) -> None:
     assert run("store", "import", "S", "two.prefix").out.startswith("3 tokens: all of them were stored already")
 
 
+def test_store_miss_is_told_from_an_error_by_json(here: Path, run) -> None:
+    """Both exit with 1."""
+    run("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m")
+    for action in (["match"], ["get", "-o", "back.npz"]):
+        name, *options = action
+        miss = json.loads(run("store", name, "S", "--token-ids", "other.json", *options, "--json", code=1).out)
+        assert miss["tokens"] == 0
+        for argv in (
+            ["missing", "--token-ids", "other.json"],
+            ["S", "--token-ids", "missing.json"],
+            ["S", "--token-ids", "other.json", "--key-file", "missing.key"],
+            ["S", "label"],
+            ["redis://127.0.0.1:1/0", "--token-ids", "other.json"],
+        ):
+            document = json.loads(run("store", name, *argv, *options, "--json", code=1).out)
+            assert "tokens" not in document and document["error"]
+
+
 def test_store_put_that_fails_first_leaves_no_store(here: Path, run) -> None:
     """Else the next put, of another codec, would be refused."""
     import transform_samples

@@ -154,14 +154,19 @@ def explain_settings(path: str | Path, cipher: StoreCipher, headers: Sequence[Un
 def find_contradicting_codec(codec: str, headers: Sequence[UnitHeader]) -> str | None:
     """Return the codec of units that settings with `codec` contradict; None if units may be of it.
 
-    Dense streams and frames may be in one store. Units that are lossy count more than others.
+    A store of dense streams may have frames, one of frames has nothing else. Units that are lossy count more than
+    others.
     """
     codecs = {infer_settings(1, [header]).codec for header in headers}
     lossy_codec = LAYER_CODECS[1]
-    is_plain = codec in PLAIN_CODECS and any(name in PLAIN_CODECS for name in codecs)
-    if not codecs or codec == lossy_codec in codecs or (lossy_codec not in codecs and (is_plain or codec in codecs)):
+    if not codecs or codec == lossy_codec in codecs:
         return None
-    return lossy_codec if lossy_codec in codecs else min(codecs)
+    if lossy_codec in codecs:
+        return lossy_codec
+    if codec == "frames":
+        return None if codecs == {codec} else min(codecs - {codec})
+    is_possible = codec in codecs or (codec == "dense" and "frames" in codecs)
+    return None if is_possible else min(codecs)
 
 
 def parse_settings(data: bytes, label: str, codec: str | None = None) -> StoreSettings:

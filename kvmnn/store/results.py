@@ -584,6 +584,8 @@ class StoreStats(Record):
     states: int = 0
     #: What is evicted first, ``"lru"`` or ``"benefit"``.
     policy: str = "lru"
+    #: Whether processes without a limit record no uses, each of which would cost an object store a request.
+    ignores_uses: bool = field(default=False, metadata={"omit": True})
     #: Key of the profile that units need, in hexadecimal; empty if they need none.
     profile: str = field(default="", metadata={"omit": True})
     #: Options of the codec of new units, such as ``kl``, ``ratio`` or ``bits``: the loss or size that was asked for.
@@ -614,7 +616,8 @@ class StoreStats(Record):
             f"{self.tokens:,} tokens{_format_states(self.states)}",
             f"  {self.raw_bytes:,} -> {self.bytes:,} bytes" + (f", ratio {self.ratio:.4f}" if self.bytes else ""),
             f"  {self.pinned:,} pinned, {pluralize(self.sessions, 'session')}, codec {self.codec}, "
-            f"policy {self.policy}",
+            f"policy {self.policy}"
+            + (", of the uses by processes with a limit alone (object store)" if self.ignores_uses else ""),
         ]
         lines += [] if self.index_bytes is None else [f"  index of the whole store {self.index_bytes:,} bytes"]
         options_text = ", ".join(f"{name}={value:g}" for name, value in self.codec_options.items())

@@ -275,7 +275,7 @@ def test_store_import_second_model_needs_force(here: Path, run) -> None:
     assert run("store", "import", "S", "two.prefix").out.startswith("3 tokens: all of them were stored already")
 
 
-def test_store_miss_is_told_from_an_error_by_json(here: Path, run) -> None:
+def test_store_get_miss_differs_from_an_error_by_json(here: Path, run) -> None:
     """Both exit with 1."""
     run("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m")
     for action in (["match"], ["get", "-o", "back.npz"]):

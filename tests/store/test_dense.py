@@ -451,10 +451,25 @@ def test_edited_settings_are_not_obeyed(tmp_path: Path, url: str, change: dict[s
     assert path.read_bytes() == settings
 
 
+def test_settings_of_frames_are_not_obeyed_where_the_index_was_lost(tmp_path: Path) -> None:
+    """The units say that they are dense streams."""
+    ids = text(400)
+    with PrefixStore(tmp_path / "s", block_tokens=16, codec="dense") as store:
+        store.put(ids, layers_of(ids), model=MODEL)
+    (tmp_path / "s" / "store.json").write_bytes(encode_settings(StoreSettings(16, "frames")))
+    for path in (tmp_path / "s").glob("index.sqlite*"):
+        path.unlink()
+    with PrefixStore(tmp_path / "s") as store:
+        assert store.codec == "dense" and store.match(ids, model=MODEL) == 400
+        assert "says that units are frames, and the units are dense streams" in store.notes[1]
+        assert store.verify().anew == store.notes
+
+
 @pytest.mark.parametrize("url", ["directory", "file"])
 @pytest.mark.parametrize("tokens", [9, 400])
 @pytest.mark.parametrize(
-    "change", [{"block_tokens": 16}, {"policy": "benefit"}, {"block_tokens": 16, "codec": "frames"}]
+    "change",
+    [{"block_tokens": 16}, {"policy": "benefit"}, {"block_tokens": 16, "codec": "frames"}, {"codec": "frames"}],
 )
 def test_settings_of_another_store_are_not_obeyed(
     tmp_path: Path, url: str, tokens: int, change: dict[str, object]

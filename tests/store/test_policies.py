@@ -176,6 +176,24 @@ def test_policy_survives_loss_of_index_or_settings(tmp_path, lost_name) -> None:
     assert priority == uses * compute_benefit(tokens, nbytes) > 0
 
 
+@pytest.mark.parametrize("policy", ["lru", "benefit"])
+def test_object_store_uses_without_limit_count_by_benefit_alone(new_url, run, tmp_path, policy) -> None:
+    """A `get` of the command has no limit. stat says what is not counted."""
+    url = new_url("file")
+    with PrefixStore(url, policy=policy) as store:
+        for first_id in (1, 2):
+            store.put([first_id, 5, 5], layers_of([first_id, 5, 5]), model=MODEL)
+    before = read_uses(url)
+    run("store", "get", url, "--token-ids", "1,5,5", "-o", tmp_path / "back.npz")
+    is_counted = policy == "benefit"
+    assert (read_uses(url) != before) == is_counted
+    assert ("of the uses by processes with a limit alone" in run("store", "stat", url).out) != is_counted
+
+
+def read_uses(url: str) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in Path(url.removeprefix("file://")).glob("uses/*")}
+
+
 def test_uses_of_all_processes_are_added(tmp_path) -> None:
     folder = tmp_path / "s"
     with PrefixStore(folder, block_tokens=4, policy="benefit") as store, PrefixStore(folder) as other:

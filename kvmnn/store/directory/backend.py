@@ -616,7 +616,8 @@ class DirectoryBackend:
                 problem = "not encrypted, and its units are"
             key_error = SourceError(f"{path}: says that the store is {problem}")
             return self._restore_settings(key_error, "was wrong", requested)
-        wrong_codec = find_contradicting_codec(settings.codec, self._read_sampled_headers(_NUM_COMPARED_UNITS))
+        num_compared = _MAX_SAMPLED_UNITS if self.rebuilt_notes else _NUM_COMPARED_UNITS  # without its index, the units
+        wrong_codec = find_contradicting_codec(settings.codec, self._read_sampled_headers(num_compared))
         policy = self._read_policy()
         if wrong_codec is not None:
             problem = (

@@ -168,10 +168,7 @@ class _RecordedSettings(NamedTuple):
     def find_contradiction(self, settings: StoreSettings) -> str:
         """Return what settings say that no namespace records, and what is recorded instead; empty for nothing."""
         codec = settings.codec
-        # dense streams and frames may be in one store
-        if self.codecs and not any(
-            recorded == codec or {recorded, codec} <= {*PLAIN_CODECS} for recorded in self.codecs
-        ):
+        if self.codecs and codec not in self.codecs:
             return f"units are {CODEC_DESCRIPTIONS[codec]}, and they are {CODEC_DESCRIPTIONS[min(self.codecs)]}"
         if self.block_tokens and settings.block_tokens not in self.block_tokens:
             return f"blocks have {settings.block_tokens} tokens, and they have {min(self.block_tokens)}"
@@ -707,12 +704,19 @@ class RemoteBackendBase:
             if end_units and end_units != pin.end_units:
                 save_pin(self.key_values, name, Pin(end_units, pin.tokens))
 
+    @property
+    def records_uses(self) -> bool:
+        """Whether uses are recorded: where each costs a request, by policy ``"benefit"`` or for a limit to enforce."""
+        if self.key_values.has_cheap_touch or any(limit is not None for limit in self._limits):
+            return True
+        return self._cached_settings is not None and self._cached_settings.policy == "benefit"
+
     def touch(self, units: Iterable[int], *, num_uses: int = 1, immediately: bool = False) -> None:
         """Record that units were used; written together after a second, or `immediately`.
 
-        It does nothing if uses cost a request each and this process has no limit to enforce.
+        It does nothing if `records_uses` is False.
         """
-        if self.read_only or not (self.key_values.has_cheap_touch or any(limit is not None for limit in self._limits)):
+        if self.read_only or not self.records_uses:
             return
         with self._lock:
             for unit in units:  # in order of last use

@@ -295,6 +295,7 @@ class RemoteBackend(RemoteBackendBase):
             sessions=len(self._list_session_names() if all_namespaces else self.list_sessions()),
             codec=self.codec,
             policy=self.policy,
+            ignores_uses=not (self.key_values.has_cheap_touch or self.policy == "benefit"),
             profile=self.settings.profile.key if self.settings.profile else "",
             is_lossy=self.settings.is_lossy or self._has_lossy_units(unit_records),
             asked_tokens=requested_tokens,

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import errno
+from typing import Final
+
+REPLACE_HINT: Final = "overwrite=True or force=True"
+"""What lets a function replace its output, in messages. The command puts its own option there."""
 
 
 class KvmnnError(ValueError):

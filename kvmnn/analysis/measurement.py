@@ -18,7 +18,7 @@ from .._util.parallel import Progress, parallel_map, resolve_threads
 from .._util.text import LOSSLESS, LOSSY, SIMULATED, compute_ratio, escape_markdown, format_range, pluralize
 from ..arrays.completeness import Completeness, format_missing
 from ..dtypes import PART_LETTERS, PARTS, Part
-from ..errors import OptionError, OutputError
+from ..errors import REPLACE_HINT, OptionError, OutputError
 from ..files.atomic import FileOutput, wrap_os_errors
 from ..files.change_detection import InputGuard
 from ..files.schema import Record, json_key
@@ -611,7 +611,7 @@ def _open_documents(
     ]
     for path, _ in requested:
         if os.path.lexists(path) and not force:
-            raise OutputError(f"{path}: exists already (--force replaces it)")
+            raise OutputError(f"{path}: exists already ({REPLACE_HINT} replaces it)")
     if len({os.path.realpath(path) for path, _ in requested}) < len(requested):
         raise OptionError(f"{out_json} and {out_md} name the same file")
     outputs: list[tuple[FileOutput, Callable[[MeasureResult], str]]] = []

@@ -21,7 +21,7 @@ from ..arrays.layer_cache import LayerCache
 from ..arrays.source import list_losses
 from ..dense import RopeConfig
 from ..dtypes import PARTS, Part, infer_dtype
-from ..errors import KvmnnError, OutputError
+from ..errors import REPLACE_HINT, KvmnnError, OutputError
 from ..files.atomic import FileOutput
 from ..files.schema import Record, loads_strict
 from ..formats import open as open_source
@@ -367,7 +367,7 @@ def _to_transform_metrics(statistics: Statistics, metrics: Metrics) -> Transform
 
 def _check_output(output: str | os.PathLike[str], overwrite: bool) -> None:
     if not overwrite and Path(output).exists():
-        raise OutputError(f"{os.fspath(output)}: exists already (--force replaces it)")
+        raise OutputError(f"{os.fspath(output)}: exists already ({REPLACE_HINT} replaces it)")
 
 
 def _has_queries(model: str | os.PathLike[str]) -> bool:

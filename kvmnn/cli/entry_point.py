@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
-from ..errors import KvmnnError, MissingDependencyError, OptionError
+from ..errors import REPLACE_HINT, KvmnnError, MissingDependencyError, OptionError
 from . import streams
 from .signals import EXIT_INTERRUPTED, TerminationSignal, unwind_on_signals
 
@@ -111,7 +111,7 @@ def describe_error(exc: BaseException, arguments: Namespace | None) -> tuple[str
             return cause.message, cause.code
         if isinstance(cause, KeyboardInterrupt):
             return "interrupted", EXIT_INTERRUPTED
-    message = str(exc)
+    message = str(exc).replace(REPLACE_HINT, "-f or --force")
     if isinstance(exc, KvmnnError) and arguments is not None:
         from . import packed_options
 

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Final, Protocol, Self
 
 from .._util.parallel import parallel_map
-from ..errors import OutputError
+from ..errors import REPLACE_HINT, OutputError
 from . import change_detection
 from .file_info import file_id
 from .temporary import TemporaryPath
@@ -153,7 +153,7 @@ class _StagedOutput:
         if target.is_dir():
             raise OutputError(f"{target}: is a directory")
         if not self.force:
-            raise OutputError(f"{target}: exists already (-f or --force replaces it)")
+            raise OutputError(f"{target}: exists already ({REPLACE_HINT} replaces it)")
 
     def _move_into_place(self, staged_path: Path, target: Path) -> None:
         """Rename to the target; unless forced, never replace a file that appeared in the meantime."""
@@ -162,7 +162,7 @@ class _StagedOutput:
                 try:
                     os.link(staged_path, target)
                 except FileExistsError:
-                    raise OutputError(f"{target}: exists already (-f or --force replaces it)") from None
+                    raise OutputError(f"{target}: exists already ({REPLACE_HINT} replaces it)") from None
                 except OSError as exc:
                     if exc.errno not in _LINK_UNSUPPORTED_ERRNOS:
                         raise
@@ -311,7 +311,7 @@ class DirectoryOutput(_StagedOutput):
         if any(Path(os.path.realpath(path)).is_relative_to(self.target) for path in exclude):
             raise OutputError(f"{self.target}: is the input itself, or holds it; choose another output")
         if not self.force:
-            raise OutputError(f"{self.target}: exists already (-f or --force replaces it)")
+            raise OutputError(f"{self.target}: exists already ({REPLACE_HINT} replaces it)")
 
     def check_names(self, names: Iterable[str]) -> None:
         """Raise `OutputError` early if a file called one of `names` cannot be created."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .._util.text import escape_markdown, pluralize, wrap_lines
-from ..errors import MissingFileError, OptionError, OutputError, SourceError
+from ..errors import REPLACE_HINT, MissingFileError, OptionError, OutputError, SourceError
 from ..files.atomic import DirectoryOutput, FileOutput, wrap_os_errors
 from ..files.schema import read_object
 from .analysis import read_gate_section
@@ -506,7 +506,7 @@ def check_round_directory(directory: str, *, force: bool) -> None:
         raise OutputError(f"{directory}: exists already and is not a directory")
     for name in ("summary.json", "summary.md", "cases.jsonl"):
         if (root / name).exists() and not force and not _is_round_directory(root):
-            raise OutputError(f"{root / name}: exists already and is not of a round (-f or --force replaces it)")
+            raise OutputError(f"{root / name}: exists already and is not of a round ({REPLACE_HINT} replaces it)")
 
 
 def write_round_files(round_summary: RoundSummary) -> None:

@@ -195,3 +195,19 @@ def test_pack_cast_without_change_is_lossless(run) -> None:
     np.savez("two.npz", **words)
     said = run("mnn", "pack", "two.npz", "--backend", "arm64-fp16", "--cast", "--name", "s", "-o", "r/").out
     assert "LOSSY (fp32 -> fp16: 1 of 80 words changed" in said
+
+
+def test_hint_replacing_is_of_python_or_of_the_command(run) -> None:
+    run("encode", "kv.npz", "-o", "x/")
+    with pytest.raises(kvmnn.errors.OutputError, match=r"exists already \(overwrite=True or force=True replaces it\)"):
+        kvmnn.bundle.encode("kv.npz", "x/")
+    assert "exists already (-f or --force replaces it)" in run("encode", "kv.npz", "-o", "x/", code=1).err
+    run("encode", "--jobs", 1, "kv.npz", "-o", "y/")
+    said = run("encode", "--jobs", 1, "kv.npz", "-o", "y/", code=1)
+    assert "exists already (-f or --force replaces it)" in said.out + said.err
+
+
+def test_errors_of_outputs_name_no_option_of_the_command() -> None:
+    package = Path(kvmnn.__file__).parent
+    texts = [path.read_text("utf-8") for path in package.rglob("*.py") if "cli" not in path.parts]
+    assert len(texts) > 300 and not [text for text in texts if "force replaces it" in text or "force takes it" in text]

@@ -127,7 +127,7 @@ def test_measure_layers_of_unequal_lengths(here, run):
 def test_measure_existing_output_needs_overwrite(here, run):
     Path("a.json").write_text("mine")
     arguments = ("measure", "dump", "--out-json", "a.json", "--out-md", "a.md")
-    assert "a.json: exists already (--force replaces it)" in run(*arguments, code=1).err
+    assert "a.json: exists already (-f or --force replaces it)" in run(*arguments, code=1).err
     assert (Path("a.json").read_text(), Path("a.md").exists()) == ("mine", False)
     run(*arguments, "--force", "-q")
     assert json.loads(Path("a.json").read_text())["schema_version"] == 3

@@ -15,7 +15,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from ...dtypes import Bytes
-from ...errors import KvmnnError, LimitError, OutputError, SourceError, build_read_error
+from ...errors import REPLACE_HINT, KvmnnError, LimitError, OutputError, SourceError, build_read_error
 from ...files.mapped_file import MappedFile
 from ...files.schema import JsonReader, parse_document, read_bounded
 from ...files.urls import NOT_FOUND_ERRORS, first_error_line, is_url, open_file_system, redact_url
@@ -251,7 +251,7 @@ class Upload:
         if any(f"{path.rstrip('/')}/".startswith(f"{self.target}/") for path in exclude):
             raise OutputError(f"{self.target}: is the input itself, or holds it; choose another output")
         if not force:
-            raise OutputError(f"{self.target}: exists already (-f or --force replaces it)")
+            raise OutputError(f"{self.target}: exists already ({REPLACE_HINT} replaces it)")
         self._is_replacing = True
 
     @property

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from ..._util.packages import get_version
-from ...errors import KvmnnError, OutputError
+from ...errors import REPLACE_HINT, KvmnnError, OutputError
 from ...evaluation.runner import hash_model
 from ...files.atomic import FileOutput, wrap_os_errors
 from ...files.journal import JournalFormat, KeyedJournal
@@ -443,5 +443,5 @@ def check_directory(directory: Path, force: bool) -> None:
     is_filled = directory.is_dir() and any(directory.iterdir())
     if is_filled and not (directory / RUN_INFO_FILE).is_file() and not force:
         raise OutputError(
-            f"{directory}: holds something else than runs of gate run (-f or --force takes it all the same)"
+            f"{directory}: holds something else than runs of gate run ({REPLACE_HINT} takes it all the same)"
         )

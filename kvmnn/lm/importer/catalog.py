@@ -21,7 +21,7 @@ from typing import Final
 
 from ..._util.packages import import_optional
 from ..._util.text import suggest
-from ...errors import MissingDependencyError, MissingFileError, OptionError, OutputError, SourceError
+from ...errors import REPLACE_HINT, MissingDependencyError, MissingFileError, OptionError, OutputError, SourceError
 from ...files.schema import Record
 from .import_result import ImportResult, WeightDtype, check_replaceable, read_import_result, validate_weight_dtype
 
@@ -186,7 +186,7 @@ def pull_model(
     if earlier is not None and not overwrite:
         if earlier.dtype == dtype:
             return earlier
-        raise OutputError(f"{folder}: holds the model as {earlier.dtype}, not {dtype} (-f or --force replaces it)")
+        raise OutputError(f"{folder}: holds the model as {earlier.dtype}, not {dtype} ({REPLACE_HINT} replaces it)")
     check_replaceable(folder, overwrite=True)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from ...errors import KvmnnError, OptionError, OutputError
+from ...errors import REPLACE_HINT, KvmnnError, OptionError, OutputError
 from ...files.schema import Record, read_object_or_empty
 
 WeightDtype = Literal["fp32", "fp16", "int8"]
@@ -133,4 +133,4 @@ def check_replaceable(folder: Path, *, overwrite: bool) -> None:
             f"{folder}: holds {shown_names}, which no import wrote: expected a new folder, or an imported model alone"
         )
     if not overwrite:
-        raise OutputError(f"{folder}: exists already (-f or --force replaces it)")
+        raise OutputError(f"{folder}: exists already ({REPLACE_HINT} replaces it)")

@@ -8,9 +8,26 @@ from typing import Any
 from .._util.packages import import_optional
 from ..errors import SourceError
 from ..files.schema import parse_document, read_bounded
+from .tokenizer import Tokenizer, encode_prompt, read_prompt_file
 
 _MAX_TEMPLATE_BYTES = 1 << 20
 _MAX_MESSAGES_BYTES = 64 << 20
+
+
+def is_chat_file(path: str) -> bool:
+    """Return whether a text file is read as the messages of a chat."""
+    return path.endswith(".json")
+
+
+def read_prompt_ids(path: str, tokenizer: Tokenizer) -> tuple[str, list[int]]:
+    """Return the text of a file and its token ids: of a chat as the chat template of the model renders it.
+
+    A text has the model's BOS token first; a template has its own. Errors as of `render_messages`.
+    """
+    text = read_prompt_file(path)
+    if is_chat_file(path):
+        return text, tokenizer.encode(render_messages(text, tokenizer.path.parent, path)).tolist()
+    return text, encode_prompt(tokenizer, text)
 
 
 def render_messages(document: str, model: Path, label: str) -> str:

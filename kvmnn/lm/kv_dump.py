@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
@@ -22,7 +23,7 @@ from ..arrays.layer_cache import LayerCache
 from ..arrays.layers import LayerArray, format_array_name
 from ..bundle.passthrough import POSITIONS_NAME, TOKEN_IDS_NAME
 from ..dtypes import PARTS
-from ..errors import KvmnnError, OutputError
+from ..errors import REPLACE_HINT, KvmnnError, OutputError
 from ..files.atomic import DirectoryOutput, FileOutput
 from ..files.schema import Record
 from ..formats import npy
@@ -32,10 +33,12 @@ from ..policies.registry import LabelledPolicy
 from ..reports.records import RuntimeStats
 from ..reports.table import wrap_sentences
 from ..reports.tables import format_runtime_text
-from .documents import read_document
+from .chat_template import is_chat_file, read_prompt_ids
+from .documents import Document, read_document
 from .generation import check_positions, prefill
 from .kv_store import describe_encoding
 from .runner import RunOptions
+from .tokenizer import Tokenizer
 
 
 def build_layer_arrays(caches: Sequence[LayerCache], dtype: str | None = None) -> tuple[list[LayerArray], CastStats]:
@@ -154,6 +157,14 @@ class KVDumpResult(Record):
         return "\n".join(lines)
 
 
+def _read_chat(path: Path, tokenizer: Tokenizer) -> Document:
+    """Return the messages of a chat as a document of all its tokens."""
+    text, ids = read_prompt_ids(os.fspath(path), tokenizer)
+    return Document(
+        name=path.name, ids=np.array(ids, np.int64), nbytes=0, sha256=hashlib.sha256(text.encode()).hexdigest()
+    )
+
+
 def dump_kv(
     model: str | os.PathLike[str],
     text: str | os.PathLike[str],
@@ -175,7 +186,7 @@ def dump_kv(
     model
         An ONNX decoder: file or folder, with its ``tokenizer.json`` alongside.
     text
-        A UTF-8 file.
+        A UTF-8 file; ``.json``: messages of a chat (`kvmnn.lm.chat_template`).
     output
         A directory that does not exist yet. It also gets ``positions.json`` (true positions of the stored tokens) and
         ``token_ids.json`` (every token of the text).
@@ -219,9 +230,12 @@ def dump_kv(
         if not isinstance(labelled_policy.policy, FullCache) or options.lossless is not None:
             raise KvmnnError("attention is noted of the full cache alone: expected no policy, and no lossless storage")
         if not overwrite and Path(attention).exists():
-            raise OutputError(f"{os.fspath(attention)}: exists already (--force replaces it)")
+            raise OutputError(f"{os.fspath(attention)}: exists already ({REPLACE_HINT} replaces it)")
     session, tokenizer = options.open_model(model, labelled_policy.policy, attentions=attention is not None)
-    document = read_document(Path(text), tokenizer, max(tokens - 1, 1))
+    is_chat = is_chat_file(os.fspath(text))
+    document = (
+        _read_chat(Path(text), tokenizer) if is_chat else read_document(Path(text), tokenizer, max(tokens - 1, 1))
+    )
     ids: Sequence[int] = document.ids[:tokens].tolist()
     check_positions(session.interface.label, session.interface.max_positions, len(ids), 1)
     runner = options.create_runner(session, labelled_policy.policy)
@@ -231,7 +245,11 @@ def dump_kv(
     caches = runner.cache.copy_layers()
     seconds = time.perf_counter() - start_time
     runtime_stats = runner.collect_runtime_stats()
-    bos_note = tokenizer.bos_info.format_note(1, int(document.has_own_bos))
+    bos_note = (
+        f"{document.name}: messages of a chat, as the chat template of the model renders them"
+        if is_chat
+        else tokenizer.bos_info.format_note(1, int(document.has_own_bos))
+    )
     notes = [] if bos_note is None else [bos_note]
     if runtime_stats is not None and options.lossless is not None:
         notes += describe_encoding([(labelled_policy.label, runtime_stats)], options.lossless)

@@ -85,6 +85,29 @@ def test_dump_kv_attention_is_what_later_tokens_gave(run: Callable[..., Any], mo
     assert "full cache" in run("dump-kv", FIXTURE, "--text", TEXT, "-o", "b", *cut, code=1).err
 
 
+def test_dump_kv_chat_has_the_ids_of_the_store(run: Callable[..., Any]) -> None:
+    pytest.importorskip("jinja2")
+    folder = Path("model")
+    folder.mkdir()
+    for name in ("model.onnx", "config.json", "tokenizer.json"):
+        (folder / name).symlink_to(FIXTURE / name)
+    template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<answer>"
+    config = json.loads((FIXTURE / "tokenizer_config.json").read_text()) | {"chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    Path("chat.json").write_text(json.dumps({"messages": [{"role": "user", "content": "Why?"}]}))
+    found = json.loads(run("dump-kv", folder, "--text", "chat.json", "-o", "kv", "--json").out)
+    assert found["notes"] == ["chat.json: messages of a chat, as the chat template of the model renders them"]
+    ids = Tokenizer.open_for_model(folder).encode("<user>Why?<answer>").tolist()
+    assert json.loads(Path("kv/token_ids.json").read_text()) == ids
+    run("store", "put", "S", "kv", "--text", "chat.json", "--model", folder, "--fingerprint", "m")
+    assert (
+        run("store", "match", "S", "--text", "chat.json", "--model", folder, "--fingerprint", "m").out
+        == f"{len(ids)}\n"
+    )
+    Path("list.json").write_text("[1, 2]")
+    assert "list.json" in run("dump-kv", folder, "--text", "list.json", "-o", "x", code=1).err
+
+
 def test_dump_kv_reports_rounding(run: Callable[..., Any], model_says: Any) -> None:
     found = dump(run, "--dtype", "fp16")
     assert (found["label"], found["dtype"], found["rounded"]["from"]) == ("LOSSY", "fp16", "fp32")

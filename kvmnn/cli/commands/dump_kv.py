@@ -41,7 +41,9 @@ def add_parser(subparsers: Any) -> None:
         shown="--text --output --format --dtype --max-tokens --policy --budget --tokenizer",
     )
     model_options.add_model_options(parser)
-    parser.add_argument("--text", required=True, metavar="FILE", help="what the model reads, UTF-8")
+    parser.add_argument(
+        "--text", required=True, metavar="FILE", help="what the model reads, UTF-8; .json: messages of a chat"
+    )
     parser.add_argument(
         "--max-tokens",
         type=shared_options.parse_positive,

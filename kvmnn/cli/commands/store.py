@@ -387,17 +387,14 @@ def _load_ids(arguments: argparse.Namespace) -> Any:
 
 def _encode_text(arguments: argparse.Namespace) -> Any:
     """Return the ids of ``--text``: of a JSON list of messages as the chat template of the model renders it."""
-    from ...lm.chat_template import render_messages
-    from ...lm.tokenizer import Tokenizer, encode_prompt, read_prompt_file
+    from ...lm.chat_template import is_chat_file, read_prompt_ids
+    from ...lm.tokenizer import Tokenizer
 
     if not hasattr(arguments, "loaded_ids"):
-        tokenizer, text = Tokenizer.open_for_model(arguments.model), read_prompt_file(arguments.text)
-        if arguments.text.endswith(".json"):
-            arguments.loaded_ids = tokenizer.encode(render_messages(text, tokenizer.path.parent, arguments.text))
+        text, arguments.loaded_ids = read_prompt_ids(arguments.text, Tokenizer.open_for_model(arguments.model))
+        if is_chat_file(arguments.text):
             # without the words of the template, with which all chats begin and end
             text = " ".join(message["content"] for message in json.loads(text)["messages"])
-        else:
-            arguments.loaded_ids = encode_prompt(tokenizer, text)
         arguments.read_text = text
     return arguments.loaded_ids
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 
-from .._util.text import LOSSLESS, LOSSY, pluralize
+from .._util.text import LOSSY, pluralize
 from ..lm.documents import Document
 from ..lm.kv_store import describe_encoding
 from ..policies.heavy_hitter import H2OTokens
@@ -14,7 +14,7 @@ from ..policies.specs import build_policy
 from ..profiles import Profile, describe_few_tokens
 from ..quantization import create_codec
 from ..quantization.transform_codec import TransformCodec
-from ..reports.records import UNCUT_LABEL, ResultRow
+from ..reports.records import NOT_CUT, UNCUT_LABEL, ResultRow
 from ..reports.table import NO_EVICTION_MARK, PARTLY_EVICTED_MARK
 from ..reports.tables import format_min_max
 from ..transform.steps import DEFAULT_KL, is_size_missed
@@ -78,9 +78,11 @@ def _describe_short_texts(documents: Sequence[Document], settings: EvaluationSet
             f"{settings.tokens:,}."
         )
         return
+    if all(document.num_scored == 1 for document in documents):
+        yield "1 token is scored in each text, and none before it has a cache: expected longer texts."
     for document in short_documents:
         yield (
-            f"{document.name} has only {document.num_fed:,} tokens to score, {settings.tokens:,} were "
+            f"{document.name} has only {pluralize(document.num_fed, 'token')} to score, {settings.tokens:,} were "
             f"asked for: all of it was scored{start_note}; shares of budgets are of {settings.tokens:,}."
         )
 
@@ -384,7 +386,7 @@ def _keeps_everything(row: ResultRow, rows: Sequence[ResultRow], first_step_toke
     if row.initial_cache is not None:  # whose rows are LOSSY because of the cache alone
         start_row = next((entry for entry in rows if entry.initial_cache and entry.policy == FULL_POLICY), None)
         return start_row is not None and row.tokens_kept == start_row.tokens_kept
-    if row.kind == LOSSLESS:
+    if row.kind == NOT_CUT:
         return True
     if row.codec is None and row.runtime is None:
         return False

@@ -123,11 +123,20 @@ class EvaluationPlan:
         return len({key for keys in lists for key in keys})
 
 
-def drop_duplicates(configurations: Sequence[Configuration]) -> list[Configuration]:
-    """Drop repeated configurations, and make the labels of different ones distinct."""
+def drop_duplicates(configurations: Sequence[Configuration], notes: list[str]) -> list[Configuration]:
+    """Drop repeated configurations, with a note, and make the labels of different ones distinct."""
     unique: dict[tuple[str, str], Configuration] = {}
+    repeated_labels: dict[str, None] = {}
     for entry in configurations:
-        unique.setdefault((entry.label + "\0" + str(entry.preset), get_identity_key(entry)), entry)
+        key = (entry.label + "\0" + str(entry.preset), get_identity_key(entry))
+        if key in unique:
+            repeated_labels[entry.label] = None
+        unique.setdefault(key, entry)
+    if repeated_labels:
+        notes.append(
+            f"Specified more than once, as a number and as a share of the tokens can be, and measured once: "
+            f"{'; '.join(repeated_labels)}."
+        )
     used_labels: set[str] = set()
     labelled = []
     for entry in unique.values():
@@ -582,7 +591,7 @@ def evaluate(
         evaluation = EvaluationRun(
             model=os.fspath(model),
             sha256=hash_model(model),
-            configurations=drop_duplicates(configurations),
+            configurations=drop_duplicates(configurations, notes),
             documents=loaded_documents,
             settings=settings,
             jobs=jobs,

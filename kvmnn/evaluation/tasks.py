@@ -97,7 +97,7 @@ def evaluate_tasks(
         if not isinstance(store, CellStore):
             store = stack.enter_context(CellStore(store))
         run = _TaskRun(items_by_task, measurer, store, hash_model(model))
-        return run.measure(drop_duplicates(configurations), options, notes, progress)
+        return run.measure(drop_duplicates(configurations, notes), options, notes, progress)
 
 
 def _count_answer(items: Sequence[TaskItem]) -> int:

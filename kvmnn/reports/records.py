@@ -13,6 +13,8 @@ from ..files.schema import Record, json_key
 from ..policies.h2o.planner import H2OStats
 from ..policies.policy import FullCache
 
+NOT_CUT = "not cut"
+"""`ResultRow.kind` where a policy evicted nothing and nothing was rounded."""
 UNCUT_LABEL = "full, in the runtime"
 """Label of the row of a lossy runtime around a cache that nothing cuts."""
 
@@ -299,8 +301,8 @@ class ResultRow(Record):
     #: Spec of the lossy codec that holds the cache, if there is one (`kvmnn.quantization`).
     codec: str | None = field(default=None, metadata={"omit": True})
     positions: Literal["true", "stored"] = "true"
-    #: ``"LOSSLESS"`` if nothing was evicted or quantised, else ``"LOSSY"``. Tables and ``--csv`` say ``not cut`` for
-    #: LOSSLESS where a policy evicted nothing.
+    #: ``"LOSSY"`` if anything was evicted or quantised, else ``"LOSSLESS"``; ``"not cut"`` if that is so because a
+    #: policy evicted nothing.
     kind: str | None = None
     #: See `QualityStats`; `deep` is over the tokens from position ``settings.deep_from`` on.
     tokens: int | None = None
@@ -371,6 +373,10 @@ class ResultRow(Record):
     evicted: bool | None = field(default=None, metadata={"omit": True})
     documents: tuple[DocumentRow, ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.kind == LOSSLESS and self.has_no_eviction:
+            object.__setattr__(self, "kind", NOT_CUT)
+
     @property
     def is_full(self) -> bool:
         """Return whether this is the full cache and all of it was computed by the model."""
@@ -389,7 +395,7 @@ class ResultRow(Record):
         """
         if self.policy == FullCache.name or self.label == UNCUT_LABEL:
             return False
-        return self.kind == LOSSLESS if self.evicted is None else not self.evicted
+        return self.kind in (LOSSLESS, NOT_CUT) if self.evicted is None else not self.evicted
 
     @property
     def has_idle_codec(self) -> bool:
@@ -400,14 +406,10 @@ class ResultRow(Record):
         return self.codec is not None and self.policy != FullCache.name and self.quantized_share == 0
 
     @property
+    @json_key("untried", after="evicted")
     def is_untried(self) -> bool:
         """Return whether the policy or the codec of the row did nothing: it is marked, and never the best."""
         return self.has_no_eviction or self.has_idle_codec
-
-    @property
-    def kind_text(self) -> str | None:
-        """`kind` as tables show it: ``"not cut"`` where a policy evicted nothing and nothing was rounded."""
-        return "not cut" if self.has_no_eviction and self.kind == LOSSLESS else self.kind
 
     @property
     def num_uncut_documents(self) -> int:

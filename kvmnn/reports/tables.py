@@ -98,7 +98,7 @@ def _make_divergence_column(
 
 def _format_kind(pair: _RowAndFull) -> str | None:
     """Format whether the cache is that of the model; a policy that evicted nothing was not tried at all."""
-    return pair[0].kind_text
+    return pair[0].kind
 
 
 def _format_budget(pair: _RowAndFull) -> str | None:
@@ -596,7 +596,7 @@ def format_csv(results: EvaluationResultsProtocol) -> str:
     """
     lines: list[dict[str, object]] = []
     for row in results.rows:
-        row_document = row.to_dict() | {"kind": row.kind_text}
+        row_document = row.to_dict()
         documents = row_document.pop("documents")
         lines.append({"document": "", "scope": "all texts", **dict(iter_scalars(row_document))})
         row_columns = {key: row_document[key] for key in ("label", "policy", "budget", "keep_ratio", "preset", "kind")}

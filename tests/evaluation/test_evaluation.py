@@ -240,6 +240,13 @@ def test_evaluate_short_text_is_noted(tmp_path):
     assert any(f"a text of {count} tokens fits its budget" in note for note in results.notes)
 
 
+def test_evaluate_text_of_one_token_is_noted(tmp_path):
+    (tmp_path / "short.txt").write_text("a")
+    notes = run([tmp_path / "short.txt"], [], tokens=30, **QUICK).notes
+    assert "1 token is scored in each text, and none before it has a cache: expected longer texts." in notes
+    assert any(note.startswith("short.txt has only 1 token to score") for note in notes)
+
+
 def test_evaluate_frame_dtype_fp32_is_lossless(documents):
     full = run(documents(40, 1), [], tokens=40, frame_dtype="fp32", **QUICK).rows[0]
     assert (full.lossless_dtype, full.rounded_first, full.kind) == ("fp32", False, "LOSSLESS")
@@ -385,6 +392,8 @@ def test_evaluate_equal_configurations_are_measured_once(tiny):
     rows = run(tiny(30, 1), [*wanted, wanted[0]], progress=progress, model=tiny.model, tokens=30, **QUICK).rows
     assert [row.label for row in rows] == ["full", "a", "b"]
     assert progress.cells == 2
+    notes = run(tiny(30, 1), [*wanted, wanted[0]], model=tiny.model, tokens=30, **QUICK).notes
+    assert any(note.endswith("of the tokens can be, and measured once: a.") for note in notes)
     other = Configuration("a", "streaming", {"budget": 10})
     rows = run(tiny(30, 1), [wanted[0], other], model=tiny.model, tokens=30, **QUICK).rows
     assert [row.label for row in rows] == ["full", "a", "a (2)"]

@@ -102,7 +102,10 @@ def test_csv_and_json_have_evicted_key(rows: list[ResultRow]) -> None:
     lines = list(csv.DictReader(io.StringIO(found.to_csv())))
     assert [line["kind"] for line in lines] == ["LOSSLESS", "LOSSY", "not cut", "LOSSY", "not cut", "not cut", "LOSSY"]
     assert [line["evicted"] for line in lines] == ["false", "true", "false", "true", "false", "false", "false"]
-    assert [each["evicted"] for each in found.to_dict()["rows"]] == [each.evicted for each in rows]
+    documents = found.to_dict()["rows"]
+    assert [each["evicted"] for each in documents] == [each.evicted for each in rows]
+    assert [each["kind"] for each in documents] == [line["kind"] for line in lines]
+    assert [each["untried"] for each in documents] == [each.is_untried for each in rows] and documents[-1]["untried"]
     assert [each.has_no_eviction for each in rows] == [False, False, True, False, True, True, True]
 
 

@@ -58,12 +58,15 @@ def test_search_result_shows_front_and_what_is_in_the_way() -> None:
     assert result.blocking == {"lossy": 0, "lossless": 0, "decode drop": 2, "perplexity": 0}
     text = "\n".join(result.format_lines(120))
     assert "In the way is one target alone; without it so many would pass: decode drop (2)." in text
-    assert "worse" not in text
+    assert "Pareto front: slow; fast." in text
+    assert [line.split("  ")[0] for line in text.rstrip().splitlines()[-3:]] == ["slow", "fast", "worse"]
     text = str(make_result(fast))
     assert "No target alone is in the way" in text
     assert "lossy 1, lossless 1, decode drop 0, perplexity 0" in " ".join(text.split())
     passing = make_result(slow, make_cell("good", 3.1, 1.3, 0.0, 0.0))
     assert passing.has_passed
+    lines = [line for line in str(passing).splitlines() if line.startswith(("good", "slow"))]
+    assert "all pass" in lines[0] and "decode drop fail" in lines[1]
     assert str(passing).startswith("PASS: lossy >= 3, lossless >= 1.3, decode drop <= 5%, perplexity <= +5%: 1 of 2")
 
 

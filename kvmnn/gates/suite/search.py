@@ -179,7 +179,7 @@ class SearchResult(TerminalResult):
         }
 
     def format_lines(self, width: int) -> list[str]:
-        """Format what passes, or else the front and the target in the way, in `width` columns."""
+        """Format the settings that were run and, if none passes, the target in the way, in `width` columns."""
         targets = self.targets
         num_timed = sum(cell.is_timed for cell in self.cells)
         heading = (
@@ -189,13 +189,16 @@ class SearchResult(TerminalResult):
         )
         lines = [f"{'PASS' if self.has_passed else 'FAIL'}: {heading}", ""]
         if not self.has_passed:
-            lines += [self._format_blocking(), "", "Pareto front of those that were run:"]
+            lines += [self._format_blocking(), "", f"Pareto front: {'; '.join(self.front_labels) or 'none'}.", ""]
         (table,) = self.to_tables()
         return [*wrap_lines(lines, width), *table.to_terminal(width).splitlines(), "", *wrap_lines(self.notes, width)]
 
     def to_tables(self) -> list[Table]:
-        """Return the settings that pass, or else the front."""
-        return [Table.from_items("", _COLUMNS, self.passing or self.front)]
+        """Return the settings that were run: those that pass, the Pareto front, and others."""
+        timed, front = [cell for cell in self.cells if cell.is_timed], self.front
+        failed = [cell for cell in timed if not cell.has_passed]
+        cells = [*self.passing, *sorted(failed, key=lambda cell: cell not in front)]
+        return [Table.from_items("", _COLUMNS, cells)]
 
     def _format_blocking(self) -> str:
         if not self.blocking:

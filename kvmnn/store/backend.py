@@ -466,6 +466,9 @@ class StoreBackend(Protocol):
     def get_cached(self, unit: int) -> Bytes | None:
         """Return the bytes of a unit that is available locally, without a round trip."""
 
+    def find_unreadable(self, units: Sequence[int]) -> tuple[int, str] | None:
+        """Return a unit that cannot be read, and why, as far as that is known without reading all of it, or None."""
+
     def has_lossy_units(self, units: Sequence[int]) -> bool:
         """Return whether any of these units is lossy, as far as that is known without reading all of them."""
 

@@ -81,7 +81,7 @@ def load_slices(
     begin_token, key = 0, namespace.key
     for unit_slice in prefix_match.slices:
         try:
-            unit = parse_unit(_require_data(data_by_unit[unit_slice.unit]))
+            unit = parse_unit(require_data(data_by_unit[unit_slice.unit]))
             check_unit_matches(
                 unit, namespace, ids[begin_token : begin_token + unit_slice.take], unit_slice.skip, max_tokens
             )
@@ -100,7 +100,7 @@ def read_state(
     """Read rows of windows, and opaque state, at the end of a sequence."""
     try:
         (data,) = backend.read_units([unit_id])
-        state = parse_state(_require_data(data))
+        state = parse_state(require_data(data))
         parent, last_ids = sequence.get_end(sequence.ids.size)
         if state.tokens != sequence.ids.size or state.parent != parent or not np.array_equal(state.ids, last_ids):
             raise DamagedUnitError("is of another prefix than the index says")
@@ -126,7 +126,8 @@ class MissingUnitError(DamagedUnitError):
     """A unit, or one that it depends on, is missing."""
 
 
-def _require_data(data: Bytes | None) -> Bytes:
+def require_data(data: Bytes | None) -> Bytes:
+    """Return the bytes of a unit; raise `MissingUnitError` without any."""
     if data is None:
         raise MissingUnitError("its file is gone or cannot be read")
     return data
@@ -165,13 +166,13 @@ class UnitVerifier:
 
     def verify_state(self, unit_id: int, namespace: Namespace) -> tuple[PrefixState, int]:
         """Decode a state unit completely and compare it with its checksums; return it with its size in bytes."""
-        data = _require_data(self._read_unit(unit_id))
+        data = require_data(self._read_unit(unit_id))
         state = parse_state(data)
         decode_state(state, namespace)
         return state, int(data.size)
 
     def _read_and_check(self, unit_id: int, namespace: Namespace, ids: Ids | None = None) -> Unit:
-        unit = parse_unit(_require_data(self._read_unit(unit_id)))
+        unit = parse_unit(require_data(self._read_unit(unit_id)))
         max_tokens = (count_blocks_per_unit(namespace, self._block_tokens) + 1) * self._block_tokens
         check_unit_matches(unit, namespace, unit.ids if ids is None else ids, 0, max_tokens)
         return unit

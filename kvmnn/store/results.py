@@ -371,6 +371,7 @@ class StoreEntry(Record):
         )
         line += f"  {LOSSY}" if self.is_lossy else ""
         line += f"  {escape_control(self.label)}" if self.label else ""
+        line += "" if self.key else "  (damaged: store verify)"
         return line if self.is_complete else f"{line}  (without windows and state)"
 
 

@@ -313,6 +313,17 @@ class SequenceStore:
         }
         return best_namespace, best_part, other_precisions
 
+    def find_readable(
+        self, ids: Ids, model: str, dtype: str | None, notes: list[str], *, partial: bool
+    ) -> tuple[Namespace | None, StoredPart, dict[str, int]]:
+        """Find as `find_longest`, after the removal of units that are damaged as far as that shows without a read."""
+        while True:
+            lookup = self.find_longest(ids, model, dtype, partial=partial)
+            damaged = self._backend.find_unreadable(lookup[1].unit_ids)
+            if damaged is None:
+                return lookup
+            self._backend.quarantine(*damaged, notes)
+
     def is_stored(self, text: StoredText) -> bool:
         """Return whether all of a sequence is stored."""
         sequence = self.make_sequence(text.namespace, text.ids)

@@ -520,7 +520,10 @@ class PrefixStore:
         return self.find(token_ids, model=model, dtype=dtype).tokens
 
     def find(self, token_ids: TokenIds, *, model: str, dtype: str | None = None, partial: bool = False) -> MatchResult:
-        """Find the longest stored prefix without reading it.
+        """Find the longest stored prefix without reading K and V of it.
+
+        Of a directory, heads and sizes of the files are compared: a unit that is lost, cut or without its tables is
+        removed as `get` does. Damage within K and V shows when they are read.
 
         Parameters
         ----------
@@ -533,10 +536,13 @@ class PrefixStore:
             Its length and precision, the tokens that other precisions have, and whether the store did not answer.
         """
         ids = to_token_ids(token_ids)
+        notes: list[str] = []
         try:
             namespace, stored, other_precisions = self._with_retry(
-                lambda: self._sequences.find_longest(ids, model, dtype, partial=partial)
+                lambda: self._sequences.find_readable(ids, model, dtype, notes, partial=partial)
             )
+            if notes and not self._backend.read_only:
+                self._metrics.record_damages(len(notes))
             units = stored.prefix_match.list_units()
             is_lossy = bool(units) and (self.is_lossy or self._backend.has_lossy_units(units))
         except BackendUnavailableError as error:
@@ -546,6 +552,7 @@ class PrefixStore:
             asked=ids.size,
             dtype=namespace.dtype if namespace else None,
             other_precisions=other_precisions,
+            notes=tuple(notes),
             is_lossy=is_lossy,
         )
 

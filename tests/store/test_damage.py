@@ -69,6 +69,29 @@ def test_get_damaged_unit_is_a_noted_miss(tmp_path: Path, encryption: str) -> No
             assert store.get(texts[1], model=MODEL).notes == ()
 
 
+@pytest.mark.parametrize("read_only", [True, False])
+@pytest.mark.parametrize("damage", ["gone", "cut", "header"])
+def test_match_equals_get_where_files_are_lost(tmp_path: Path, encryption: str, damage: str, read_only: bool) -> None:
+    """Damage that a read of K and V alone would show is left to it."""
+    folder, ids = tmp_path / "s", list(range(300))
+    with PrefixStore(folder, block_tokens=16) as store:
+        store.put(ids[:256], layers_of(ids[:256]), model=MODEL)
+        store.put(ids, layers_of(ids), model=MODEL)
+    _, file = sorted(folder.glob("units/*/*"))
+    if damage == "gone":
+        file.unlink()
+    else:
+        data = bytearray(file.read_bytes())
+        data[30] ^= 1
+        file.write_bytes(file.read_bytes()[:-1] if damage == "cut" else data)
+    with PrefixStore(folder, read_only=read_only) as store:
+        assert ("(damaged: store verify)" in str(store.ls())) == (damage != "cut")
+        found = store.find(ids, model=MODEL)
+        prefix = store.get(ids, model=MODEL)
+        assert found.tokens == prefix.tokens == 256
+        assert len(found.notes) == 1 and "damaged, " in found.notes[0] and prefix.notes == ()
+
+
 @PLAIN_ONLY
 def test_get_exchanged_frame_is_a_miss(tmp_path: Path) -> None:
     """Even if it decodes to the same words."""

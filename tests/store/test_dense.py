@@ -243,6 +243,19 @@ def test_dense_store_short_units_share_tables(tmp_path: Path) -> None:
     assert not tables.exists()
 
 
+def test_match_of_lost_tables_equals_get(tmp_path: Path) -> None:
+    ids = text(640)
+    with PrefixStore(tmp_path / "s", codec="dense", block_tokens=16) as store:
+        store.put(ids[:100], layers_of(ids[:100]), model=MODEL)  # with tables of its own
+        store.put(ids, layers_of(ids), model=MODEL)
+    (tables,) = tmp_path.glob("s/tables/*")
+    tables.unlink()
+    with PrefixStore(tmp_path / "s", read_only=True) as store:
+        found, prefix = store.find(ids, model=MODEL), store.get(ids, model=MODEL)
+    assert found.tokens == prefix.tokens < 640
+    assert "its tables are gone" in found.notes[0] and prefix.notes == ()
+
+
 def test_dense_store_unsuitable_shared_tables_are_not_used(tmp_path: Path) -> None:
     """Tables of a first text whose rows are all but equal fit no other: units have their own then, but the shortest; a
     store that is opened again finds it out by its first short text, or by a long one.

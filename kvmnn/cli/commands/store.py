@@ -269,6 +269,7 @@ def _run_match(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Comma
     ids, model = _load_ids(arguments), _choose_model(store, arguments)
     match_result = store.find(ids, model=model, dtype=arguments.dtype)
     _raise_if_unavailable(match_result)
+    input_sources.report_notes(match_result.notes, arguments, "warning")
     _report_other_precisions(match_result, arguments)
     _report_missed_precision(store, match_result, ids, model, arguments)
     return match_result, 0 if match_result.tokens else 1
@@ -610,7 +611,7 @@ Store K and V of texts in a directory and find them again by their token ids: th
 prefix, to the token. Equal prefixes are stored once, losslessly (docs/prefix-store.md).
 
   put STORE CACHE...  store K and V of a text
-  match STORE         how many tokens of a text are stored; exit 1 if none
+  match STORE         stored tokens of a text, by heads of units; exit 1 if none
   get STORE -o OUT    write the longest stored prefix: arrays as mnn unpack
                       writes them, or with --backend and --name the prefix
                       cache that an engine loads (--cast: in its dtype);
@@ -621,8 +622,7 @@ prefix, to the token. Equal prefixes are stored once, losslessly (docs/prefix-st
   verify STORE        decode and compare all, remove damage (--dry-run: name it)
   gc STORE            remove unreferenced data; --size-limit SIZE: and texts
                       by the policy of the store, down to SIZE
-  rm STORE            remove what no other text continues, and names shorter
-                      labelled texts that go with it (pin keeps these)
+  rm STORE            remove what no other text continues and no pin keeps
   pin, unpin STORE    protect a text from eviction, or no longer
   export STORE -o F   write a text to one file, for another machine
   import STORE F      import such a file

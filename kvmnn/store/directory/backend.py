@@ -53,7 +53,7 @@ from ..namespace import (
     to_sort_key,
     to_token_ids,
 )
-from ..read_path import UnitVerifier
+from ..read_path import UnitVerifier, require_data
 from ..results import (
     MAX_LAST_IDS,
     CleanupResult,
@@ -67,7 +67,7 @@ from ..results import (
     explain_pinned_bytes,
     sum_by_namespace,
 )
-from ..unit import DamagedUnitError, TableSetCache, TableSets, Unit, UnitHeader, parse_header
+from ..unit import DamagedUnitError, TableSetCache, TableSets, Unit, UnitHeader, make_object_name, parse_header
 from ..unit_codec import PrefixState, is_prefix_state, parse_state
 from . import index_updates
 from .files import (
@@ -285,6 +285,28 @@ class DirectoryBackend:
 
     def get_cached(self, unit: int) -> Bytes | None:
         return self.files.read_unit(unit)
+
+    def find_unreadable(self, units: Sequence[int]) -> tuple[int, str] | None:
+        for unit in units:
+            try:
+                self._check_readable(unit)
+            except DamagedUnitError as error:
+                return unit, str(error)
+        return None
+
+    def _check_readable(self, unit: int) -> None:
+        """Raise `DamagedUnitError` if the file of a unit is missing, cut or without its tables."""
+        data = require_data(self.files.read_head(unit))
+        if is_prefix_state(data):
+            return
+        header = parse_header(data)
+        nbytes = self.files.count_unit_bytes(unit)
+        if nbytes != header.unit_bytes:
+            raise DamagedUnitError(f"has {nbytes:,} bytes: its header says {header.unit_bytes:,}")
+        if header.dense is not None and header.dense.tables_key:
+            name = make_object_name(header.namespace_key, header.dense.tables_key)
+            if not self.recovery_files.has_tables(name):
+                raise DamagedUnitError("its tables are gone")
 
     def has_lossy_units(self, units: Sequence[int]) -> bool:
         return any(map(self._is_lossy_unit, units))

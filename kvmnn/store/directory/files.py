@@ -444,6 +444,10 @@ class RecoveryFiles:
         except (KvmnnError, OSError):
             return None
 
+    def has_tables(self, name: str) -> bool:
+        """Return whether shared tables are there."""
+        return Path(self._folder, _TABLES_FOLDER, name).is_file()
+
     def delete_tables(self, names: Iterable[str]) -> int:
         """Delete table sets; return the bytes of their files."""
         nbytes = 0

@@ -367,6 +367,10 @@ class RemoteBackendBase:
         """Return a value as the bytes of a unit; None for a missing one."""
         return None if data is None else to_unit_bytes(data, is_sealed=bool(self.cipher.secret))
 
+    def find_unreadable(self, units: Sequence[int]) -> tuple[int, str] | None:
+        """Return None: `find_prefix` has looked for units, and more would need their bytes."""
+        return None
+
     def has_lossy_units(self, units: Sequence[int]) -> bool:
         return any(data is not None and is_lossy_unit(data) for data in map(self.get_cached, units))
 

@@ -203,10 +203,15 @@ def parse_settings(data: bytes, label: str, codec: str | None = None) -> StoreSe
 
 
 def _parse_profile(node: JsonReader) -> CodecProfile:
-    options = node.get("options")
-    if not isinstance(options.value, dict) or any(type(value) not in (int, float) for value in options.value.values()):
-        raise options.error("an object of numbers")
-    return CodecProfile(node.get("key").read_sha256(), node.get("file").read_str(), options.value)
+    options = parse_codec_options(node.get("options"))
+    return CodecProfile(node.get("key").read_sha256(), node.get("file").read_str(), options)
+
+
+def parse_codec_options(node: JsonReader) -> dict[str, float]:
+    """Return the options of a codec; `ManifestError` for anything but numbers by name."""
+    if not isinstance(node.value, dict) or any(type(value) not in (int, float) for value in node.value.values()):
+        raise node.error("an object of numbers")
+    return dict(node.value)
 
 
 def check_settings_match(

@@ -24,7 +24,7 @@ from ..frames import CodecOptions
 from ..frames.buffers import integrity_checksum
 from ..profiles.profile import Profile
 from ..profiles.search import ProfileFinder
-from .backend import PrefixMatch, UnitSlice
+from .backend import PrefixMatch, UnitSlice, parse_codec_options
 from .encryption import KEY_VARIABLE, NO_CIPHER, SEALED_MAGIC, StoreCipher, StoreKey, UnsealError, make_cipher
 from .namespace import MAX_TOKENS, Ids, Namespace, TokenSequence, parse_namespace, validate_session_name
 from .results import PutResult
@@ -117,7 +117,7 @@ _SIZE_STRUCT = struct.Struct("<I")
 _CHECKSUM_STRUCT = struct.Struct("<Q")
 _EXPORT_NAME = "export"
 """The name that a file is sealed under."""
-_ROUNDED_AGAIN_KEY = "rounded_again"
+_ROUNDED_AGAIN_KEY, _CODEC_OPTIONS_KEY = "rounded_again", "codec_options"
 _MAX_UNITS = 1 << 20
 _MAX_TABLES = 1 << 10
 _MAX_DOCUMENT_BYTES = 64 << 20
@@ -131,11 +131,15 @@ def write_exported(
     *,
     label: str = "",
     loss: str = "",
+    codec_options: Mapping[str, float] | None = None,
     is_rounded_again: bool = False,
     force: bool,
     cipher: StoreCipher = NO_CIPHER,
 ) -> int:
-    """Write the slices of a sequence, their tables, its label and loss to a file, sealed as values of the store are."""
+    """Write the slices of a sequence, their tables, its label, loss and options of the codec that needs a profile.
+
+    The file is sealed as values of the store are.
+    """
     unit_entries = [
         {"bytes": data.size, "skip": unit_slice.skip, "take": unit_slice.take} for unit_slice, data in unit_slices
     ]
@@ -146,6 +150,7 @@ def write_exported(
         **({"tables": table_entries} if table_entries else {}),
         **({"label": label} if label else {}),
         **({"loss": loss} if loss else {}),
+        **({_CODEC_OPTIONS_KEY: dict(codec_options)} if codec_options else {}),
         **({_ROUNDED_AGAIN_KEY: True} if is_rounded_again else {}),
     }
     document = json.dumps(header).encode()
@@ -223,6 +228,16 @@ def read_layer_info(path: str | os.PathLike[str], key: StoreKey | bytes | None =
         info is not None and (info.codec, info.profile_key) == (first.codec, first.profile_key) for info in infos
     )
     return first if is_equal else None
+
+
+def read_codec_options(path: str | os.PathLike[str], key: StoreKey | bytes | None = None) -> dict[str, float]:
+    """Return the options of the store that a sequence was exported from, with which its units are stored as they are.
+
+    They are empty for codecs that need no profile; raises as `is_lossy`.
+    """
+    file = _open_exported(path, make_cipher(key))
+    root = parse_document(_read_document(file)[0], file.label, _MAX_DOCUMENT_BYTES)
+    return parse_codec_options(root.get(_CODEC_OPTIONS_KEY)) if _CODEC_OPTIONS_KEY in root.value else {}
 
 
 def check_import(path: str | os.PathLike[str], key: StoreKey | bytes | None = None, *, is_lossy_store: bool) -> None:

@@ -409,6 +409,7 @@ class SequenceStore:
             list(tables.values()),
             label=next((label for label, text in self._backend.iter_labels() if text.key == key), ""),
             loss=loss,
+            codec_options=None if self._backend.settings.profile is None else self._backend.settings.profile.options,
             is_rounded_again=is_rounded_again,
             force=force,
             cipher=self._backend.cipher,

@@ -393,10 +393,16 @@ def test_store_import_of_profile_streams_into_a_new_store_keeps_their_codec(run,
     ids = ["--token-ids", work / "kv" / "token_ids.json"]
     run("store put", tmp_path / "s", work / "kv", *ids, "--fingerprint", "m", "--codec", f"profile:{work / 'p.kvmp'}")
     run("store export", tmp_path / "s", *ids, "-o", tmp_path / "x.kv")
-    for name, words, codec in (("t", [], "profile"), ("u", ["--codec", "dense"], "dense")):
-        noted = run("store import", tmp_path / name, tmp_path / "x.kv", "--profile", work / "p.kvmp", *words).err
+    dense, remote_store = ["--codec", "dense"], f"file://{tmp_path}/r"
+    for store, words, codec in (
+        (tmp_path / "t", [], "profile"),
+        (tmp_path / "u", dense, "dense"),
+        (remote_store, [], "profile"),
+    ):
+        noted = run("store import", store, tmp_path / "x.kv", "--profile", work / "p.kvmp", *words).err
         assert ("is of profile streams by" in noted) == (codec == "profile")
-        assert json.loads(run("store stat", tmp_path / name, "--json").out)["codec"] == codec
+        assert json.loads(run("store stat", store, "--json").out)["codec"] == codec
+    assert "streams by" not in run("store import", remote_store, tmp_path / "x.kv", "--profile", work / "p.kvmp").err
 
 
 def test_bench_with_a_profile_measures_the_cache_as_a_whole(run, work) -> None:

@@ -787,8 +787,14 @@ def test_store_by_a_profile_says_lossy_in_every_action(here: Path, run) -> None:
         assert run("store", "simulate", "trace.jsonl", "kv.npz", *shape, codec).out.count("LOSSY") == count
     assert "codec options kl=0.02, first=8\n" in run("store", "stat", "S").out
     run("store", "export", "S", "--token-ids", "long.json", "-o", "text.kv")
-    assert "--codec transform:PROFILE" in run("store", "import", "U", "text.kv", "--profile", "p.kvmp", code=2).err
+    dense = ("store", "import", "U", "text.kv", "--codec", "dense")
+    assert "--codec transform:PROFILE" in run(*dense, "--profile", "p.kvmp", code=2).err
     assert not Path("U").exists()  # a store of another codec
+    adopted = run("store", "import", "A", "text.kv")
+    assert "is LOSSY, of transform streams by" in adopted.err
+    assert "p.kvmp, kl=0.02, first=8, and so is the new store" in adopted.err
+    assert "rounded once more" not in adopted.out and "0.02 nats a token expected" in adopted.out
+    assert json.loads(run("store", "stat", "A", "--json").out)["codec_options"] == {"kl": 0.02, "first": 8}
     imported = run("store", "import", "E", "text.kv", "--codec", "transform:p.kvmp,kl=0.02,first=8").out
     assert "rounded once more" not in imported and "0.02 nats a token expected" in imported
     imported = run("store", "import", "U", "text.kv", "--codec", "transform:p.kvmp,kl=0.03").out
@@ -808,10 +814,10 @@ def test_store_by_a_profile_says_lossy_in_every_action(here: Path, run) -> None:
     run("store", "put", "plain", "kv.npz", "--token-ids", "long.json", "--fingerprint", "m")
     Path("far/away").mkdir(parents=True)
     shutil.copy("x.kv", "far/away/x.kv")
-    for name in ("T", "plain"):  # no advice to name the profile, which would lead nowhere
-        for options in ((), ("--profile", "elsewhere")):
-            refused = run("store", "import", name, "far/away/x.kv", *options, code=2).err
-            assert "is LOSSY" in refused and "--codec transform:PROFILE" in refused
+    for options in ((), ("--profile", "elsewhere")):  # no advice to name the profile, which would lead nowhere
+        refused = run("store", "import", "plain", "far/away/x.kv", *options, code=2).err
+        assert "is LOSSY" in refused and "--codec transform:PROFILE" in refused
+    assert "--profile FILE says where" in run("store", "import", "T", "far/away/x.kv", code=1).err
     assert not Path("T").exists()
     assert "--profile FILE" in run("store", "import", "U", "far/away/x.kv", code=1).err
     run("store", "import", "U", "far/away/x.kv", "--profile", "elsewhere")

@@ -945,10 +945,10 @@ def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
             from ...store.export import check_import, load_exported
 
             _check_file_size(arguments)
-            if new_folder is not None:
-                check_import(arguments.inputs[0], key, is_lossy_store=codec == "transform")
+            if new_folder is not None or _is_new_remote_store(arguments):
                 if codec is None:
-                    codec, profile = _adopt_codec(arguments, key, profile)
+                    codec, profile, codec_options = _adopt_codec(arguments, key, profile)
+                check_import(arguments.inputs[0], key, is_lossy_store=codec == "transform")
             is_existing = new_folder is None and "://" not in arguments.store
             # a directory that is there knows whether it takes the file, and where its profile is
             file = arguments.inputs[0]
@@ -1015,22 +1015,43 @@ def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
 
 def _adopt_codec(
     arguments: argparse.Namespace, key: StoreKey | None, profile: str | None
-) -> tuple[str | None, str | None]:
-    """Return the codec of the units of an exported text, for a new store, and the file of their profile."""
+) -> tuple[str | None, str | None, dict[str, float] | None]:
+    """Return the codec of the units of an exported text, for a new store, the file of their profile, and its options.
+
+    With these the units are stored as they are: lossy ones are not rounded once more.
+    """
     from pathlib import Path
 
     from ...profiles.search import ProfileFinder
-    from ...store.export import read_layer_info
+    from ...store.export import read_codec_options, read_layer_info
 
     file = arguments.inputs[0]
     info = read_layer_info(file, key)
     if info is None:
-        return None, profile
+        return None, profile, None
     folder = Path(file).absolute().parent
     profile = ProfileFinder(file, profile, [folder, folder.parent]).find_file(info.profile_key)
-    text = f"{file}: is of {info.codec} streams by {profile}, and so is the new store (--codec dense makes another)"
-    console.print_note(arguments, text)
-    return info.codec, profile
+    options = read_codec_options(file, key)
+    option_texts = "".join(f", {name}={value:g}" for name, value in options.items())
+    is_lossy = info.codec == "transform"
+    codec_text = f"{'LOSSY, of transform' if is_lossy else 'of profile'} streams by {profile}{option_texts}"
+    hint = "" if is_lossy else " (--codec dense makes another)"
+    console.print_note(arguments, f"{file}: is {codec_text}, and so is the new store{hint}")
+    return info.codec, profile, options
+
+
+def _is_new_remote_store(arguments: argparse.Namespace) -> bool:
+    """Return whether a store is not there past this machine, so that its codec is that of the file to import."""
+    from ...errors import SourceError
+    from ...store import PrefixStore
+
+    if "://" not in arguments.store or arguments.codec is not None:
+        return False
+    try:
+        PrefixStore(arguments.store, create=False, read_only=True, key=arguments.key).close()
+    except SourceError:
+        return True
+    return False
 
 
 def _check_file_size(arguments: argparse.Namespace) -> None:

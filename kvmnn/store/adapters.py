@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -38,7 +38,7 @@ from ..formats.sidecars import read_positions_by_layer, read_positions_sidecar, 
 from ..packed.cache_info import TokenIdsFingerprint
 from ..packed.inference import PackedGeometry
 from .namespace import Ids, to_token_ids
-from .results import StoredPrefix
+from .results import StoredPrefix, format_predicted_kl
 
 if TYPE_CHECKING:
     from ..formats.mnn import PackResult, UnpackResult
@@ -263,7 +263,7 @@ class GetResult(Record):
         The files.
     """
 
-    json_keys = "tokens asked dtype others=other_precisions missing **written label"
+    json_keys = "tokens asked dtype others=other_precisions missing **written label predicted_kl"
 
     tokens: int
     asked: int
@@ -273,6 +273,8 @@ class GetResult(Record):
     missing: tuple[str, ...] = ()
     #: Whether K and V are not exactly those that were put.
     is_lossy: bool = False
+    #: As in `StoredPrefix`.
+    predicted_kl: float | None = field(default=None, metadata={"omit": True})
 
     @property
     def label(self) -> str | None:
@@ -290,7 +292,8 @@ class GetResult(Record):
             remaining_text = "layers with full attention alone"
         incomplete_text = "".join(f"\n  INCOMPLETE: {sentence}" for sentence in self.missing)
         if self.is_lossy:
-            incomplete_text += f"\n  {LOSSY}: K and V are not exactly those that were put"
+            cost = format_predicted_kl(self.predicted_kl)
+            incomplete_text += f"\n  {LOSSY}: K and V are not exactly those that were put{cost}"
         return (
             f"{self.tokens:,} of {pluralize(self.asked, 'token')}, {self.dtype}: "
             f"{remaining_text}{incomplete_text}\n{self.written}"
@@ -358,7 +361,9 @@ def write_prefix(
     ]
     source = Source(arrays, inputs=(where,))
     if prefix.label:
-        source.metadata[LOSSY_KEY] = join_losses(prefix.loss, _LOSS if prefix.is_lossy else "")
+        cost = format_predicted_kl(prefix.predicted_kl).removeprefix(", ")
+        kl_text = f"KL divergence of the predictions: {cost}" if cost else ""
+        source.metadata[LOSSY_KEY] = join_losses(prefix.loss, *([_LOSS, kl_text] if prefix.is_lossy else []))
     window_layers = [cache.layer for cache in prefix.layers if cache.tokens < prefix.tokens]
     if prefix.completeness is not None:
         _add_descriptions(source, prefix, token_ids)
@@ -405,6 +410,7 @@ def write_prefix(
         written=written,
         missing=prefix.missing,
         is_lossy=prefix.is_lossy,
+        predicted_kl=prefix.predicted_kl,
     )
 
 

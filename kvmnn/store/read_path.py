@@ -13,7 +13,7 @@ from ..dtypes import Bytes
 from ..errors import SourceError
 from .backend import PrefixMatch, StoreBackend, UnitSlice
 from .namespace import Ids, Namespace, TokenSequence, compute_block_keys
-from .unit import MAX_CHAIN_UNITS, DamagedUnitError, TableSetCache, Unit, parse_unit
+from .unit import MAX_CHAIN_UNITS, DamagedUnitError, TableSetCache, Unit, parse_unit, predict_kl
 from .unit_codec import (
     DamagedSliceError,
     LoadedSlice,
@@ -37,17 +37,21 @@ def read_layers(
     ids: Ids,
     notes: list[str],
     threads: int | None,
-) -> tuple[list[LayerCache] | None, bool]:
-    """Read K and V of a stored prefix, and whether any unit is lossy; None if one is damaged, which is then removed."""
+) -> tuple[list[LayerCache] | None, bool, float | None]:
+    """Read K and V of a stored prefix, whether any unit is lossy, and the nats a token that this is expected to cost.
+
+    K and V are None if a unit is damaged, which is then removed.
+    """
     slices = load_slices(backend, namespace, prefix_match, ids, notes)
     if slices is None:
-        return None, False
+        return None, False, None
     try:
         layers = decode_slices(namespace, slices, threads, tables=backend.tables, profiles=backend.profiles)
     except DamagedSliceError as error:
         backend.quarantine(prefix_match.slices[error.slice_index].unit, str(error), notes)
-        return None, False
-    return layers, any(loaded_slice.unit.is_lossy for loaded_slice in slices)
+        return None, False, None
+    is_lossy = any(loaded_slice.unit.is_lossy for loaded_slice in slices)
+    return layers, is_lossy, predict_kl((unit, take) for unit, _, take in slices)
 
 
 def iter_layers(

@@ -20,6 +20,15 @@ if TYPE_CHECKING:  # or every start would import its tables
     from ..reports.break_even import BreakEvenReport
 _LOSSY_TEXT = f"{LOSSY}: K and V are rounded (transform streams)"
 
+_STAT_HINT = ": store stat STORE TEXT has the nats expected"
+
+
+def format_predicted_kl(predicted_kl: float | None) -> str:
+    """Return what lossy units are expected to cost, after what says that they are; empty where that is not known."""
+    if predicted_kl is None:
+        return ""
+    return f", {predicted_kl:.2g} nats a token expected of texts like the profile's"
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StoredPrefix:
@@ -50,6 +59,8 @@ class StoredPrefix:
     is_lossy: bool = False
     #: What K and V of this model and precision had lost before they were put, some of them at least; empty for nothing.
     loss: str = ""
+    #: Nats a token that the rounding of lossy units is expected to cost; None where nothing says it.
+    predicted_kl: float | None = None
 
     @property
     def label(self) -> str | None:
@@ -156,12 +167,7 @@ class PutResult(Record):
                 f"{compute_ratio(self.raw_bytes, self.stored_bytes):.4f}{format_rate(self.raw_bytes, self.seconds)}"
             )
         if self.is_lossy:
-            cost = (
-                f", {self.predicted_kl:.2g} nats a token expected of texts like the profile's"
-                if self.predicted_kl is not None
-                else ""
-            )
-            text += f"\n  {_LOSSY_TEXT}{cost}"
+            text += f"\n  {_LOSSY_TEXT}{format_predicted_kl(self.predicted_kl)}"
         if self.stored_tokens == self.tokens:
             text += "".join(f"\n  {note}" for note in self.notes)
         return text + (f"\n  {self.removed_bytes:,} bytes of files evicted or replaced" if self.removed_bytes else "")
@@ -356,9 +362,13 @@ class StoreEntry(Record):
     break_even: BreakEvenReport | None = field(default=None, metadata={"omit": True})
     #: Whether K and V are not exactly those that were put.
     is_lossy: bool = field(default=False, metadata={"omit": True})
+    #: Nats a token that this is expected to cost; of `describe` alone, None where nothing says it.
+    predicted_kl: float | None = field(default=None, metadata={"omit": True})
 
     def __str__(self) -> str:
         line = self.format_line(self.key[:MIN_HANDLE_LETTERS], shorten_names([self.model])[self.model])
+        if self.is_lossy:
+            line += f"\n  {_LOSSY_TEXT}{format_predicted_kl(self.predicted_kl)}"
         return line if self.break_even is None else f"{line}\n\n{self.break_even}"
 
     def format_line(self, handle: str, model: str) -> str:
@@ -411,6 +421,8 @@ class StoreListing(Record):
         if self.namespaces:
             namespaces_text = pluralize(self.namespaces, "namespace")
             return f"no texts outside of the {namespaces_text} (--namespace NAME; store stat --namespaces lists them)"
+        if any(entry.is_lossy for entry in self.texts):
+            total_text += f"\n{_LOSSY_TEXT}{_STAT_HINT}"
         return "\n".join([*lines, total_text]) if lines else "no texts"
 
 
@@ -623,7 +635,7 @@ class StoreStats(Record):
         lines += [] if self.index_bytes is None else [f"  index of the whole store {self.index_bytes:,} bytes"]
         options_text = ", ".join(f"{name}={value:g}" for name, value in self.codec_options.items())
         lines += [f"  codec options {options_text}"] if options_text else []
-        lines += [f"  {_LOSSY_TEXT}"] if self.is_lossy else []
+        lines += [f"  {_LOSSY_TEXT}{_STAT_HINT}"] if self.is_lossy else []
         if self.attention_units is not None:
             lines.append(f"  {self.attention_units:,} of {pluralize(self.units, 'unit')} with steps by attention")
         lines += [f"  its units need the profile {self.profile[:16]}"] if self.profile else []

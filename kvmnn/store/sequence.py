@@ -16,13 +16,14 @@ from .._util.validation import repr_short
 from ..arrays.completeness import Completeness, LayerStateInfo
 from ..arrays.layer_cache import LayerCache
 from ..arrays.opaque_state import OpaqueState
+from ..arrays.source import ROUNDED_TEXT
 from ..dtypes import DTYPES
 from ..errors import KvmnnError, OptionError, SourceError
 from .backend import AddResult, ConcurrentUpdateError, PrefixMatch, StoreBackend, StoredText
 from .namespace import Ids, Namespace, TokenSequence, describe_difference, validate_model
 from .read_path import iter_layers, load_slices, read_layers, read_state
 from .results import MIN_HANDLE_LETTERS, LayerwisePrefix, PutResult, StoredPrefix, StoreExportResult
-from .unit import DamagedUnitError, ReadyUnits, parse_header
+from .unit import DamagedUnitError, ReadyUnits, parse_header, parse_unit, predict_kl
 from .unit_codec import LoadedSlice, encode_state
 from .write_path import WriteOptions, add_sequence, make_layer_encoder
 
@@ -231,9 +232,11 @@ class SequenceStore:
                 return StoredPrefix(tokens=0, requested_tokens=ids.size, notes=tuple(notes))
             tokens, prefix_match, _ = stored_part
             layers: list[LayerCache] | None = []
-            is_lossy = False
+            is_lossy, predicted_kl = False, None
             if namespace.layers:
-                layers, is_lossy = read_layers(self._backend, namespace, prefix_match, ids, notes, self._threads)
+                layers, is_lossy, predicted_kl = read_layers(
+                    self._backend, namespace, prefix_match, ids, notes, self._threads
+                )
             state_result = self._read_state(namespace, ids, stored_part, notes) if layers is not None else None
             if layers is None or state_result is None:
                 continue  # a damaged unit was removed: the next search does not find it
@@ -242,6 +245,7 @@ class SequenceStore:
             if namespace.needs_state:
                 completeness = _build_completeness(namespace, tokens, has_state=bool(stored_part.state_unit))
             self._backend.touch(stored_part.unit_ids)
+            loss = self._backend.get_loss(namespace)
             return StoredPrefix(
                 tokens=tokens,
                 requested_tokens=ids.size,
@@ -253,7 +257,8 @@ class SequenceStore:
                 states=tuple(states),
                 completeness=completeness,
                 is_lossy=self._backend.settings.is_lossy or is_lossy,
-                loss=self._backend.get_loss(namespace),
+                loss=loss,
+                predicted_kl=None if ROUNDED_TEXT in loss else predicted_kl,
             )
 
     def _read_state(
@@ -343,6 +348,23 @@ class SequenceStore:
             )
         return [(namespace, stored_part) for namespace, stored_part in parts if stored_part.tokens == ids.size]
 
+    def predict_kl(self, ids: Ids, namespace: Namespace) -> float | None:
+        """Return the nats a token that a stored sequence is expected to cost; None where that is not known."""
+        prefix_match = self._backend.find_prefix(self.make_sequence(namespace, ids))
+        if ROUNDED_TEXT in self._backend.get_loss(namespace):
+            return None
+        data = self._backend.read_units(prefix_match.list_units())
+        try:
+            units = {
+                unit: parse_unit(unit_data)
+                for unit, unit_data in zip(prefix_match.list_units(), data, strict=True)
+                if unit_data is not None
+            }
+        except DamagedUnitError:
+            return None
+        slices = [unit_slice for unit_slice in prefix_match.slices if unit_slice.unit in units]
+        return predict_kl((units[unit_slice.unit], unit_slice.take) for unit_slice in slices)
+
     def _name_stored_text(self, ids: Ids, namespaces: Sequence[Namespace]) -> str:
         """Return the handle of the shortest text that begins with `ids`, for a message that refuses a longer one."""
         keys = {namespace.key for namespace in namespaces} if ids.size else set()
@@ -369,7 +391,7 @@ class SequenceStore:
                 "its cache into the other store"
             )
         notes: list[str] = []
-        layers, is_lossy = read_layers(self._backend, namespace, prefix_match, ids, notes, self._threads)
+        layers, is_lossy, _ = read_layers(self._backend, namespace, prefix_match, ids, notes, self._threads)
         if layers is None:
             raise SourceError(notes[0] if notes else f"{self._backend.label}: this text was evicted meanwhile")
         if is_lossy and not self._backend.settings.is_lossy:  # what is encoded again would not say so

@@ -839,7 +839,11 @@ class PrefixStore:
                 f"{self._backend.label}: this text of {ids.size:,} tokens is stored, but not listed: a longer one goes "
                 "on from it"
             )
-        return entry
+        if not entry.is_lossy:
+            return entry
+        namespaces = self._with_retry(lambda: self._sequences.list_namespaces(model, entry.dtype))
+        namespace = next(namespace for namespace in namespaces if StoredText(namespace, ids).key.hex() == entry.key)
+        return replace(entry, predicted_kl=self._with_retry(lambda: self._sequences.predict_kl(ids, namespace)))
 
     def export(
         self,

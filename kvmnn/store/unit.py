@@ -7,11 +7,12 @@ Shared tables are one object for each namespace. docs/format-store.md documents 
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import struct
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -287,6 +288,31 @@ def has_attention_steps(header: UnitHeader, data: Bytes) -> bool:
     return header.is_lossy and data.size > flags_at and bool(data[flags_at] & _ATTENTION_FLAG)
 
 
+def predict_kl(units: Iterable[tuple[Unit, int]]) -> float | None:
+    """Return the mean loss, in nats a token, that lossy streams record; None for none, or where one records none.
+
+    Parameters
+    ----------
+    units
+        Units, each with the number of its tokens that count.
+    """
+    total_loss, num_tokens, is_lossy = 0.0, 0, False
+    for unit, tokens in units:
+        num_tokens += tokens
+        if unit.is_lossy:
+            is_lossy = True
+            total_loss += tokens * sum(map(_read_stream_loss, unit.frames))
+    return total_loss / num_tokens if is_lossy and num_tokens and math.isfinite(total_loss) else None
+
+
+def _read_stream_loss(frame: UnitFrame) -> float:
+    end_byte = _STREAM_LOSS_OFFSET + _STREAM_LOSS_STRUCT.size
+    if frame.data.size < end_byte:
+        return math.nan
+    return float(_STREAM_LOSS_STRUCT.unpack(frame.data[_STREAM_LOSS_OFFSET:end_byte].tobytes())[0])
+
+
+_STREAM_LOSS_OFFSET, _STREAM_LOSS_STRUCT = 64, struct.Struct("<f")
 _STREAM_FLAGS_OFFSET, _ATTENTION_FLAG = 7, 1
 """In the header of a transform stream (docs/format-transform.md)."""
 

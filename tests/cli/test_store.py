@@ -756,8 +756,14 @@ def test_store_by_a_profile_says_lossy_in_every_action(here: Path, run) -> None:
     get = ("store", "get", "S", "--token-ids", "long.json", "-o")
     said = run(*get, "a.npz").out
     assert "LOSSY: K and V are not exactly those that were put" in said and "LOSSLESS" not in said
+    assert "put, 0.02 nats a token expected" in said
+    assert "KL divergence of the predictions: 0.02 nats" in " ".join(kvmnn.open("a.npz").notes)
     document = json.loads(run(*get, "b.npz", "--json").out)
-    assert document["label"] == "LOSSY"
+    assert document["label"] == "LOSSY" and document["predicted_kl"] == pytest.approx(0.02)
+    described = run("store", "stat", "S", "--token-ids", "long.json")
+    assert "LOSSY: K and V are rounded (transform streams), 0.02 nats a token expected" in described.out
+    for action in ("ls", "stat"):
+        assert "store stat STORE TEXT has the nats expected" in run("store", action, "S").out
     with np.load("a.npz") as back:
         assert np.array_equal(back["layer_1.key"][:, :8], named["layer_1.key"][:, :8])
         assert not np.array_equal(back["layer_1.key"], named["layer_1.key"])

@@ -103,6 +103,8 @@ def test_transform_store_says_lossy_and_rounds_as_streams_do(
         if "kl" in options:
             assert put.predicted_kl == pytest.approx(0.02)
         prefix = store.get(IDS, model=MODEL)
+        assert prefix.predicted_kl == store.describe(IDS, model=MODEL).predicted_kl
+        assert prefix.predicted_kl == pytest.approx(put.predicted_kl, rel=0.2)  # of `ratio` units differ
         assert (prefix.tokens, prefix.label) == (700, "LOSSY")
         assert 0 < measure_error(prefix.layers, CACHES) < 0.2
         assert are_equal([take(cache, 4) for cache in prefix.layers], [take(cache, 4) for cache in CACHES], 4)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # or every start would import its tables
     from ..reports.break_even import BreakEvenReport
 _LOSSY_TEXT = f"{LOSSY}: K and V are rounded (transform streams)"
 
-_STAT_HINT = ": store stat STORE TEXT has the nats expected"
+_STAT_HINT = " (store stat STORE TEXT has the nats expected, where known)"
 
 
 def format_predicted_kl(predicted_kl: float | None) -> str:
@@ -151,6 +151,7 @@ class PutResult(Record):
 
     def __str__(self) -> str:
         text = f"{pluralize(self.tokens, 'token')}: all of them were stored already"
+        text += ", and stay as they were rounded then" if self.is_lossy else ""
         if self.stored_tokens < self.tokens:
             outcome = "none of them is stored now" if self.removed_bytes else "nothing was stored"
             outcome = f"{self.stored_tokens:,} of them are stored now" if self.stored_tokens else outcome

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
+from .._util.text import pluralize
 from .._util.validation import repr_short, validate_int
 from ..arrays.layer_cache import LayerCache
 from ..arrays.opaque_state import OpaqueState
@@ -478,6 +479,9 @@ class PrefixStore:
                 self._save_loss(namespace, loss)
         except BackendUnavailableError as error:
             result = PutResult(tokens=ids.size, known_tokens=0, notes=(str(error),), outage=True)
+        if result.known_tokens and not result.outage:
+            note = self._describe_older_loss(namespace, loss, result.known_tokens)
+            result = replace(result, notes=(*result.notes, note) if note else result.notes)
         self._metrics.record_put(result)
         if result.removed_bytes:
             self._delete_some_labels(StoredText(namespace, ids).key)
@@ -490,6 +494,20 @@ class PrefixStore:
             joined_loss = join_losses(earlier_loss, *loss.split("; "))
             if joined_loss != earlier_loss and len(joined_loss.encode()) <= _MAX_LOSS_BYTES:
                 self._with_retry(lambda: self._backend.save_loss(namespace, joined_loss))
+
+    def _describe_older_loss(self, namespace: Namespace, loss: str, known_tokens: int) -> str:
+        """Return a note where tokens that were stored before may have lost more than what was put; empty for none."""
+        try:
+            older_losses = self._with_retry(lambda: self._backend.get_loss(namespace)).split("; ")
+        except BackendUnavailableError:
+            return ""
+        lost_more = [sentence for sentence in older_losses if sentence and sentence not in loss.split("; ")]
+        if not lost_more:
+            return ""
+        return (
+            f"{pluralize(known_tokens, 'token')} stay as they were stored before, and some K and V of this model and "
+            f"precision had lost then what these have not: {'; '.join(lost_more)} (store rm of the text, then put)"
+        )
 
     def _delete_some_labels(self, key: bytes) -> None:
         """Delete those labels next to a key whose texts were evicted.

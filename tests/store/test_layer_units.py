@@ -584,3 +584,15 @@ def test_turns_of_a_chat_share_lossy_units(tmp_path: Path) -> None:
             assert put.stored_tokens == tokens
             assert store.get(IDS, model=MODEL).tokens == tokens
         assert measure_error(store.get(IDS, model=MODEL).layers, [take(cache, 465) for cache in CACHES]) < 0.2
+
+
+def test_loss_of_a_profile_without_sensitivities_is_not_predicted(tmp_path: Path) -> None:
+    profile = transform_samples.create_profile(GEOMETRY, is_measured=False)
+    with PrefixStore(tmp_path / "s", codec="transform", profile=profile, codec_options={"ratio": 4}) as store:
+        assert store.put(IDS, CACHES, model=MODEL).predicted_kl is None
+        assert store.get(IDS, model=MODEL).predicted_kl is None
+        described = store.describe(IDS, model=MODEL)
+        assert described.predicted_kl is None and "nats" not in str(described)
+        assert "all of them were stored already, and stay as they were rounded" in str(
+            store.put(IDS, CACHES, model=MODEL)
+        )

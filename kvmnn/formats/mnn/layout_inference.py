@@ -320,7 +320,10 @@ def _infer_int8(files: PackedFiles, geometry: PackedGeometry) -> LayoutChoice | 
 
 
 def _make_mismatch_error(files: PackedFiles, geometry: PackedGeometry, measurer: _LayoutMeasurer) -> SourceError:
-    """Make the error for a specified layout that does not fit the sizes; it names one that does, if clear."""
+    """Make the error for a specified layout that does not fit the sizes; it names one that does, if clear.
+
+    Sizes that no layout of any kv heads and head_dim has are those of damaged files, not of a wrong option.
+    """
     try:
         infer_layout(files.path, geometry, files.sizes, _list_file_names(files))
     except SourceError as error:
@@ -334,7 +337,8 @@ def _make_mismatch_error(files: PackedFiles, geometry: PackedGeometry, measurer:
             f"{mismatch_error}; sizes and words are those of "
             f"{format_layout_options(ranking[0].match, PackedGeometry())}"
         )
-    return mismatch_error
+    has_fitting_heads = any(True for _ in iter_matches(PackedGeometry(), files.sizes))
+    return UnsuitableOptionError(str(mismatch_error)) if has_fitting_heads else mismatch_error
 
 
 class _LayoutMeasurer:

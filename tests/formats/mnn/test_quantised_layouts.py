@@ -90,6 +90,17 @@ def test_unpack_mismatch_of_every_layout_is_refused(tmp_path, run):
     assert "fit none of the" in said
 
 
+@pytest.mark.parametrize("command", ["inspect", "measure", "mnn unpack"])
+def test_commands_wrong_head_dim_of_tiny_files_is_a_usage_error(tmp_path, run, command):
+    rows = np.random.default_rng(0).standard_normal((2, 3, 8)).astype("f4")
+    np.savez(tmp_path / "t.npz", **{"layer_0.key": rows, "layer_0.value": rows})
+    run("mnn", "pack", tmp_path / "t.npz", "--backend", "x86-avx2", "--name", "s", "-o", tmp_path / "p")
+    (tmp_path / "p" / "s.kvmnn.json").unlink()
+    output = ("-o", tmp_path / "x.npz") if command == "mnn unpack" else ()
+    heads = ("--kv-heads", 2, "--head-dim", 16, "--valid-tokens", 3)
+    assert "fit none of the" in run(*command.split(), tmp_path / "p", *heads, *output, code=2).err
+
+
 @pytest.fixture(scope="module")
 def engine_files(tmp_path_factory):
     return unpack_fixture("quantised", tmp_path_factory.mktemp("engine")) / "quantised"

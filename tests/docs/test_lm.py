@@ -83,4 +83,4 @@ def test_real_model_table_equals_benchmark() -> None:
     numbers = {(cells[0], cells[1], cells[3], cells[4]) for cells in measured if len(cells) == 5}
     section = PAGE.split("## On a real model")[1].split("\n## ")[0]
     rows = re.findall(r"^\| .* \| ([-+.\d]+) \| ([.\d]+) \| ([.\d]+) % \| ([.\d]+) \|$", section, re.MULTILINE)
-    assert len(rows) == 6 and set(rows) <= numbers
+    assert len(rows) == 7 and set(rows) <= numbers

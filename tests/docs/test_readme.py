@@ -55,6 +55,7 @@ def test_readme_losses_equal_benchmark_of_real_models() -> None:
     rows = {row["label"]: row for row in REAL["smollm2-135m"]["rows"]}
     labels = (
         *("q8_0:when=prompt", "q4_0:when=prompt", "kivi:group=64,when=prompt"),
+        *("tq4:when=prompt", "tq3:when=prompt"),
         *("h2o_decayed_heads 256 recent=128", "streaming 256", "recent_only 256"),
     )
     for label, bits, kl in zip(

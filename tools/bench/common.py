@@ -112,10 +112,15 @@ def machine() -> dict[str, Any]:
     }
 
 
-def write_results(name: str, title: str, sections: list[str], data: dict[str, Any]) -> Path:
-    """`benchmarks/<name>.md` and `.json`, with the machine on top; the latest run replaces the one before."""
+def write_results(
+    name: str, title: str, sections: list[str], data: dict[str, Any], about: dict[str, Any] | None = None
+) -> Path:
+    """`benchmarks/<name>.md` and `.json`, with the machine on top; the latest run replaces the one before.
+
+    `about`: the machine of the run that most figures are of, where not this one.
+    """
     BENCHMARKS.mkdir(exist_ok=True)
-    about = machine()
+    about = about or machine()
     lines = [f"# {title}", "", ", ".join(f"{key} {value}" for key, value in about.items()), "", *sections]
     path = BENCHMARKS / f"{name}.md"
     path.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")

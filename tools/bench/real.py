@@ -506,7 +506,8 @@ def format_rows(documents: list[dict[str, Any]], date: str) -> list[str]:
         f"LOSSY, others: {EVALUATED_TOKENS:,} tokens of two of these texts (the novel, code), of which the first "
         f"{EVALUATED_PROMPT} are one prompt; policies keep {BUDGET} tokens, codecs take the prompt's cache once. "
         f"Figures of the tokens after the prompt, against the full cache, measured on {date}. Bits: of codecs a K or V "
-        "element that they hold (V as fp16 of those of K alone), of policies 16 times the share of bytes kept at the end:",
+        "element that they hold (V as fp16 of those of K alone), of policies 16 times the share of bytes kept at the "
+        "end:",
         "",
         table(["row", "perplexity", "nats", "KL", "KL p99", "same best %", "bits"], rows),
         "",

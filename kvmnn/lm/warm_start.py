@@ -420,16 +420,17 @@ def read_initial_cache(
 
 
 def _compute_token_bytes(source: Source, arrays: Sequence[LayerArray]) -> tuple[float, ...] | None:
-    """Compute `InitialCache.token_bytes` from the types that another engine's file names, and from float8 codes."""
+    """Compute `InitialCache.token_bytes`: from the types that another engine's file names, float8 and MNN's int8."""
     engine = source.engine_cache
     has_types = engine is not None and bool(engine.dequantised) and len(engine.types) == len(arrays)
-    if not has_types and not any(entry.array.element for entry in arrays):
+    if not has_types and not any(entry.array.element or entry.array.code_bits for entry in arrays):
         return None
     layers = len(arrays) // 2  # `types` has those of K of all layers, then V; `arrays` has K and V of each
     num_bytes = [0.0] * layers
     for number, entry in enumerate(arrays):
         kv_heads, _, head_dim = entry.geometry
-        bits: float = 8 if entry.array.element else 8 * dtypes.parse_dtype(entry.array.dtype).itemsize
+        word_bits = 8 if entry.array.element else 8 * dtypes.parse_dtype(entry.array.dtype).itemsize
+        bits: float = entry.array.code_bits or word_bits
         if has_types and engine is not None:
             bits = engine.type_bits.get(engine.types[number // 2 + number % 2 * layers], bits)
         num_bytes[number // 2] += kv_heads * head_dim * bits / 8

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from .._util.dataclass import dataclass
+from ..arrays.source import join_losses
 from ..dtypes import Bytes
 from ..errors import KvmnnError, ManifestError, OptionError, SourceError
 from ..files.schema import JsonReader, parse_document
@@ -45,6 +46,7 @@ CODEC_DESCRIPTIONS = {
 }
 _SETTINGS_SCHEMA, _SETTINGS_VERSION, _ENCRYPTED_SETTINGS_VERSION = "kvmnn-store", 1, 2
 """A version that knows nothing of encryption would take sealed units for damaged ones, and remove them."""
+UNREADABLE_LOSS = "K and V lost something before they were put, and the record of what is missing or damaged"
 _MAX_SETTINGS_BYTES = 1 << 20
 _CHECKSUM_KEY = "checksum"
 
@@ -474,8 +476,11 @@ class StoreBackend(Protocol):
     def find_unreadable(self, units: Sequence[int]) -> tuple[int, str] | None:
         """Return a unit that cannot be read, and why, as far as that is known without reading all of it, or None."""
 
-    def has_lossy_units(self, units: Sequence[int]) -> bool:
-        """Return whether any of these units is lossy, as far as that is known without reading all of them."""
+    def has_losses(self, namespace: Namespace, units: Sequence[int]) -> bool:
+        """Return whether K and V of any of these units are not those computed.
+
+        Of units past this machine, whether a loss of any in the namespace is recorded.
+        """
 
     def stage(self) -> AbstractContextManager[Staging]:
         """Open temporary storage for new units."""
@@ -567,3 +572,9 @@ class StoreBackend(Protocol):
 
     def close(self) -> None:
         """Flush pending records of last uses and release all resources; a second call does nothing."""
+
+
+def join_namespace_losses(backend: StoreBackend, namespaces: Iterable[Namespace], headers: Iterable[UnitHeader]) -> str:
+    """Return what K and V in some namespaces had lost before they were put; `headers` are of some of their units."""
+    losses = join_losses(*map(backend.get_loss, namespaces))
+    return losses or (UNREADABLE_LOSS if any(header.is_rounded for header in headers) else "")

@@ -24,7 +24,7 @@ from ..frames import CodecOptions
 from ..frames.buffers import integrity_checksum
 from ..profiles.profile import Profile
 from ..profiles.search import ProfileFinder
-from .backend import PrefixMatch, UnitSlice, parse_codec_options
+from .backend import UNREADABLE_LOSS, PrefixMatch, UnitSlice, parse_codec_options
 from .encryption import KEY_VARIABLE, NO_CIPHER, SEALED_MAGIC, StoreCipher, StoreKey, UnsealError, make_cipher
 from .namespace import MAX_TOKENS, Ids, Namespace, TokenSequence, parse_namespace, validate_session_name
 from .results import PutResult
@@ -106,7 +106,8 @@ class SequenceExporter:
             )
         parent = self.sequence.get_parent_key(begin_token // block_tokens)
         ids = self.sequence.ids[slice(*span)]
-        unit = Unit(self.namespace.key, parent, begin_token, ids, *encoded_units[0], layer_info=header.layer_info)
+        unit = Unit(self.namespace.key, parent, begin_token, ids, *encoded_units[0])
+        unit = replace(unit, layer_info=header.layer_info, is_rounded=header.is_rounded)
         return np.frombuffer(b"".join(bytes(piece) for piece in unit.to_pieces()), np.uint8)
 
 
@@ -338,6 +339,7 @@ def load_exported(
     ids = np.concatenate([unit.ids[skip : skip + take] for unit, skip, take in slices])
     units = [unit for unit, _, _ in slices if unit.is_lossy]
     document = parse_document(_read_document(file)[0], file.label, _MAX_DOCUMENT_BYTES)
+    is_rounded = any(unit.is_rounded for unit, _, _ in slices)
     return ExportedSequence(
         file.label,
         namespace.model,
@@ -345,7 +347,7 @@ def load_exported(
         layers,
         {(unit.start, unit.start + unit.ids.size): unit.frames for unit in units},
         bool(units) and _ROUNDED_AGAIN_KEY in document.value,
-        document.get("loss").read_str() if "loss" in document.value else "",
+        document.get("loss").read_str() if "loss" in document.value else UNREADABLE_LOSS if is_rounded else "",
     )
 
 

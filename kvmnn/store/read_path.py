@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -37,21 +37,38 @@ def read_layers(
     ids: Ids,
     notes: list[str],
     threads: int | None,
-) -> tuple[list[LayerCache] | None, bool, float | None]:
-    """Read K and V of a stored prefix, whether any unit is lossy, and the nats a token that this is expected to cost.
-
-    K and V are None if a unit is damaged, which is then removed.
-    """
+) -> tuple[list[LayerCache] | None, UnitLosses]:
+    """Read K and V of a stored prefix, and what its units lost; None if one is damaged, which is then removed."""
     slices = load_slices(backend, namespace, prefix_match, ids, notes)
     if slices is None:
-        return None, False, None
+        return None, UnitLosses()
     try:
         layers = decode_slices(namespace, slices, threads, tables=backend.tables, profiles=backend.profiles)
     except DamagedSliceError as error:
         backend.quarantine(prefix_match.slices[error.slice_index].unit, str(error), notes)
-        return None, False, None
-    is_lossy = any(loaded_slice.unit.is_lossy for loaded_slice in slices)
-    return layers, is_lossy, predict_kl((unit, take) for unit, _, take in slices)
+        return None, UnitLosses()
+    return layers, join_unit_losses(slices)
+
+
+class UnitLosses(NamedTuple):
+    """What K and V of a prefix lost, by the headers of its units."""
+
+    #: Whether any unit decodes to other elements than were put.
+    is_lossy: bool = False
+    #: Whether K and V of any unit had lost something before they were put.
+    is_rounded: bool = False
+    #: Nats a token that the rounding of lossy units is expected to cost; None where nothing says it.
+    predicted_kl: float | None = None
+
+
+def join_unit_losses(slices: Sequence[LoadedSlice]) -> UnitLosses:
+    """Return what the units of a prefix lost."""
+    units = [loaded_slice.unit for loaded_slice in slices]
+    return UnitLosses(
+        any(unit.is_lossy for unit in units),
+        any(unit.is_rounded for unit in units),
+        predict_kl((unit, take) for unit, _, take in slices),
+    )
 
 
 def iter_layers(
@@ -100,15 +117,15 @@ def load_slices(
 
 def read_state(
     backend: StoreBackend, namespace: Namespace, unit_id: int, sequence: TokenSequence, notes: list[str]
-) -> tuple[list[LayerCache], list[OpaqueState]] | None:
-    """Read rows of windows, and opaque state, at the end of a sequence."""
+) -> tuple[list[LayerCache], list[OpaqueState], bool] | None:
+    """Read rows of windows and opaque state at the end of a sequence, and whether they had lost something before."""
     try:
         (data,) = backend.read_units([unit_id])
         state = parse_state(require_data(data))
         parent, last_ids = sequence.get_end(sequence.ids.size)
         if state.tokens != sequence.ids.size or state.parent != parent or not np.array_equal(state.ids, last_ids):
             raise DamagedUnitError("is of another prefix than the index says")
-        return decode_state(state, namespace)
+        return *decode_state(state, namespace), state.is_rounded
     except DamagedUnitError as error:
         backend.quarantine(unit_id, str(error), notes)
         return None

@@ -57,7 +57,8 @@ class StoredPrefix:
     completeness: Completeness | None = None
     #: Whether K and V are not exactly those that were put: of a store of transform streams.
     is_lossy: bool = False
-    #: What K and V of this model and precision had lost before they were put, some of them at least; empty for nothing.
+    #: What some of its K and V had lost before they were put; empty for nothing. The sentence is of all texts of this
+    #: model and precision.
     loss: str = ""
     #: Nats a token that the rounding of lossy units is expected to cost; None where nothing says it.
     predicted_kl: float | None = None
@@ -300,7 +301,7 @@ class StoreVerifyResult(Record):
     beside: tuple[str, ...] = ()
     #: One line for an index, or settings, that were lost or damaged and rebuilt when the store was opened.
     anew: tuple[str, ...] = ()
-    #: Whether any unit decodes to K and V that are not exactly those that were put.
+    #: Whether K and V of any unit are not those that were computed: rounded before they were put, or by it.
     is_lossy: bool = field(default=False, metadata={"omit": True})
 
     @property
@@ -361,7 +362,8 @@ class StoreEntry(Record):
     label: str = ""
     #: Where codecs and prefixes pay; only if it was measured.
     break_even: BreakEvenReport | None = field(default=None, metadata={"omit": True})
-    #: Whether K and V are not exactly those that were put.
+    #: Whether K and V are not those that were computed: rounded before they were put, or by it. Of a store past this
+    #: machine, those of some texts of this model and precision.
     is_lossy: bool = field(default=False, metadata={"omit": True})
     #: Nats a token that this is expected to cost; of `describe` alone, None where nothing says it.
     predicted_kl: float | None = field(default=None, metadata={"omit": True})
@@ -606,6 +608,8 @@ class StoreStats(Record):
     codec_options: Mapping[str, float] = field(default_factory=dict, metadata={"omit": True})
     #: Whether K and V are not exactly those that were put.
     is_lossy: bool = field(default=False, metadata={"omit": True})
+    #: What K and V of some texts had lost before they were put; empty for nothing.
+    loss: str = field(default="", metadata={"omit": True})
     #: Lossy units whose steps went by attention; None for none that are lossy, and past this machine.
     attention_units: int | None = field(default=None, metadata={"omit": True})
     #: Whether the store is encrypted.
@@ -637,6 +641,7 @@ class StoreStats(Record):
         options_text = ", ".join(f"{name}={value:g}" for name, value in self.codec_options.items())
         lines += [f"  codec options {options_text}"] if options_text else []
         lines += [f"  {_LOSSY_TEXT}{_STAT_HINT}"] if self.is_lossy else []
+        lines += [f"  {LOSSY} before the put, some texts: {escape_control(self.loss)}"] if self.loss else []
         if self.attention_units is not None:
             lines.append(f"  {self.attention_units:,} of {pluralize(self.units, 'unit')} with steps by attention")
         lines += [f"  its units need the profile {self.profile[:16]}"] if self.profile else []

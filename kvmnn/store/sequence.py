@@ -19,9 +19,9 @@ from ..arrays.opaque_state import OpaqueState
 from ..arrays.source import ROUNDED_TEXT
 from ..dtypes import DTYPES
 from ..errors import KvmnnError, OptionError, SourceError
-from .backend import AddResult, ConcurrentUpdateError, PrefixMatch, StoreBackend, StoredText
+from .backend import UNREADABLE_LOSS, AddResult, ConcurrentUpdateError, PrefixMatch, StoreBackend, StoredText
 from .namespace import Ids, Namespace, TokenSequence, describe_difference, validate_model
-from .read_path import iter_layers, load_slices, read_layers, read_state
+from .read_path import UnitLosses, iter_layers, join_unit_losses, load_slices, read_layers, read_state
 from .results import MIN_HANDLE_LETTERS, LayerwisePrefix, PutResult, StoredPrefix, StoreExportResult
 from .unit import DamagedUnitError, ReadyUnits, parse_header, parse_unit, predict_kl
 from .unit_codec import LoadedSlice, encode_state
@@ -95,6 +95,8 @@ class SequenceStore:
         state: StateToPut | None = None,
         attention: npt.NDArray[Any] | None = None,
         ready_units: ReadyUnits | None = None,
+        *,
+        is_rounded: bool = False,
     ) -> PutResult:
         """Store a sequence, as `PrefixStore.put`; `state` is required if the namespace needs it."""
         started = time.perf_counter()
@@ -121,6 +123,7 @@ class SequenceStore:
                     self._write_options,
                     attention,
                     ready_units,
+                    is_rounded=is_rounded,
                 ):
                     added = added.merge(batch_added)
             except ConcurrentUpdateError as error:  # removed or put by another process: the rest is put now
@@ -139,7 +142,7 @@ class SequenceStore:
             begin_token = stored_prefix.num_blocks * sequence.block_tokens
         state_bytes = state_raw_bytes = 0
         if state is not None and stored_before.tokens < ids.size and not added.exceeded_limit:
-            state_added, state_raw_bytes = self._put_state_unit(sequence, namespace, state)
+            state_added, state_raw_bytes = self._put_state_unit(sequence, namespace, state, is_rounded=is_rounded)
             state_bytes = state_added.stored_bytes
             added = added._replace(
                 stored_bytes=added.stored_bytes + state_bytes,
@@ -176,11 +179,12 @@ class SequenceStore:
         )
 
     def _put_state_unit(
-        self, sequence: TokenSequence, namespace: Namespace, state: StateToPut
+        self, sequence: TokenSequence, namespace: Namespace, state: StateToPut, *, is_rounded: bool
     ) -> tuple[AddResult, int]:
         """Store windows and state; return what was added and the bytes of its contents, 0 if it fails."""
         size = sequence.ids.size
-        prefix_state = encode_state(namespace, *sequence.get_end(size), size, *state, self._write_options.options)
+        options = self._write_options.options
+        prefix_state = encode_state(namespace, *sequence.get_end(size), size, *state, options, is_rounded=is_rounded)
         try:
             added = self._backend.add_state(namespace, sequence, prefix_state)
         except ConcurrentUpdateError:
@@ -232,20 +236,18 @@ class SequenceStore:
                 return StoredPrefix(tokens=0, requested_tokens=ids.size, notes=tuple(notes))
             tokens, prefix_match, _ = stored_part
             layers: list[LayerCache] | None = []
-            is_lossy, predicted_kl = False, None
+            losses = UnitLosses()
             if namespace.layers:
-                layers, is_lossy, predicted_kl = read_layers(
-                    self._backend, namespace, prefix_match, ids, notes, self._threads
-                )
+                layers, losses = read_layers(self._backend, namespace, prefix_match, ids, notes, self._threads)
             state_result = self._read_state(namespace, ids, stored_part, notes) if layers is not None else None
             if layers is None or state_result is None:
                 continue  # a damaged unit was removed: the next search does not find it
-            windows, states = state_result
+            windows, states, is_state_rounded = state_result
             completeness = None
             if namespace.needs_state:
                 completeness = _build_completeness(namespace, tokens, has_state=bool(stored_part.state_unit))
             self._backend.touch(stored_part.unit_ids)
-            loss = self._backend.get_loss(namespace)
+            loss = self._read_loss(namespace, losses, is_state_rounded=is_state_rounded)
             return StoredPrefix(
                 tokens=tokens,
                 requested_tokens=ids.size,
@@ -256,17 +258,17 @@ class SequenceStore:
                 token_ids=ids[:tokens],
                 states=tuple(states),
                 completeness=completeness,
-                is_lossy=self._backend.settings.is_lossy or is_lossy,
+                is_lossy=self._backend.settings.is_lossy or losses.is_lossy,
                 loss=loss,
-                predicted_kl=None if ROUNDED_TEXT in loss else predicted_kl,
+                predicted_kl=None if ROUNDED_TEXT in loss else losses.predicted_kl,
             )
 
     def _read_state(
         self, namespace: Namespace, ids: Ids, stored_part: StoredPart, notes: list[str]
-    ) -> tuple[list[LayerCache], list[OpaqueState]] | None:
-        """Read windows and state at the end of a prefix, none where it needs none; None if they are damaged."""
+    ) -> tuple[list[LayerCache], list[OpaqueState], bool] | None:
+        """Read windows and state as `read_state`, none where a prefix needs none; None if they are damaged."""
         if not stored_part.state_unit:
-            return [], []
+            return [], [], False
         prefix = self.make_sequence(namespace, ids).take_prefix(stored_part.tokens)
         return read_state(self._backend, namespace, stored_part.state_unit, prefix, notes)
 
@@ -285,7 +287,8 @@ class SequenceStore:
                 continue
             self._backend.touch(stored_part.unit_ids)
             layers = iter_layers(self._backend, namespace, stored_part.prefix_match, slices, self._threads)
-            windows, states = state_result
+            windows, states, is_state_rounded = state_result
+            losses = join_unit_losses(slices)
             return LayerwisePrefix(
                 tokens=stored_part.tokens,
                 requested_tokens=ids.size,
@@ -294,9 +297,19 @@ class SequenceStore:
                 dtype=namespace.dtype,
                 notes=tuple(notes),
                 states=tuple(states),
-                is_lossy=self._backend.settings.is_lossy or any(loaded.unit.is_lossy for loaded in slices),
-                loss=self._backend.get_loss(namespace),
+                is_lossy=self._backend.settings.is_lossy or losses.is_lossy,
+                loss=self._read_loss(namespace, losses, is_state_rounded=is_state_rounded),
             )
+
+    def _read_loss(self, namespace: Namespace, losses: UnitLosses, *, is_state_rounded: bool = False) -> str:
+        """Return what K and V of a prefix had lost before they were put; empty for nothing.
+
+        The sentence is one for all of a namespace, and may be gone: whether it is about this prefix is what units say.
+        """
+        is_rounded = losses.is_rounded or is_state_rounded
+        if not (is_rounded or losses.is_lossy):
+            return ""
+        return self._backend.get_loss(namespace) or (UNREADABLE_LOSS if is_rounded else "")
 
     def find_longest(
         self, ids: Ids, model: str, dtype: str | None, *, partial: bool = False
@@ -391,10 +404,10 @@ class SequenceStore:
                 "its cache into the other store"
             )
         notes: list[str] = []
-        layers, is_lossy, _ = read_layers(self._backend, namespace, prefix_match, ids, notes, self._threads)
+        layers, losses = read_layers(self._backend, namespace, prefix_match, ids, notes, self._threads)
         if layers is None:
             raise SourceError(notes[0] if notes else f"{self._backend.label}: this text was evicted meanwhile")
-        if is_lossy and not self._backend.settings.is_lossy:  # what is encoded again would not say so
+        if losses.is_lossy and not self._backend.settings.is_lossy:  # what is encoded again would not say so
             raise SourceError(
                 f"{self._backend.label}: this text has LOSSY units, of transform streams, and the settings of the "
                 f"store say codec {self._backend.codec}: expected transform"
@@ -421,9 +434,9 @@ class SequenceStore:
             unit_slices = exporting.build_units(prefix_match, data_by_unit)
         except DamagedUnitError as error:  # damaged since `read_layers`
             raise SourceError(f"{self._backend.label}: this text cannot be read any more: {error}") from None
-        is_rounded_again = is_lossy and any(data is not data_by_unit[part.unit] for part, data in unit_slices)
+        is_rounded_again = losses.is_lossy and any(data is not data_by_unit[part.unit] for part, data in unit_slices)
         key = StoredText(namespace, ids).key
-        loss = self._backend.get_loss(namespace)
+        loss = self._read_loss(namespace, losses)
         nbytes = write_exported(
             path,
             namespace,

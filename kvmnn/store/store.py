@@ -414,8 +414,8 @@ class PrefixStore:
             Of a store of transform streams: the mean attention probability that later tokens gave each token, floats
             ``[layer, kv_head, token]``. Tokens that drew more lose less, at fewer bytes for the same loss of all.
         loss
-            A sentence about what K and V have lost before, by a cast for example: what `get` returns of this model and
-            precision says LOSSY from then on.
+            A sentence about what K and V have lost before, by a cast for example: what `get` returns of what this put
+            stores says LOSSY.
 
         Returns
         -------
@@ -474,7 +474,9 @@ class PrefixStore:
                 _, stored_part, _ = self._with_retry(lambda: self._sequences.find_longest(ids, model, namespace.dtype))
                 if stored_part.tokens < ids.size:
                     self._save_loss(namespace, loss)
-            result = self._with_retry(lambda: self._sequences.put(ids, caches, namespace, state, weights, ready_units))
+            result = self._with_retry(
+                lambda: self._sequences.put(ids, caches, namespace, state, weights, ready_units, is_rounded=bool(loss))
+            )
             if result.stored_bytes:  # again, if a gc of another process removed it before there was a unit
                 self._save_loss(namespace, loss)
         except BackendUnavailableError as error:
@@ -562,7 +564,9 @@ class PrefixStore:
             if notes and not self._backend.read_only:
                 self._metrics.record_damages(len(notes))
             units = stored.prefix_match.list_units()
-            is_lossy = bool(units) and (self.is_lossy or self._backend.has_lossy_units(units))
+            is_lossy = namespace is not None and (
+                self.is_lossy or (bool(units) and self._backend.has_losses(namespace, units))
+            )
         except BackendUnavailableError as error:
             return MatchResult(tokens=0, asked=ids.size, notes=(str(error),), outage=True)
         return MatchResult(

@@ -51,6 +51,9 @@ _CHECKSUM_STRUCT = struct.Struct("<Q")
 _FRAME_DTYPE = np.dtype([("bytes", "<u8"), ("checksum", "<u8"), ("raw_checksum", "<u8")])
 _STREAM_DTYPE = np.dtype([("bytes", "<u8"), ("checksum", "<u8")])
 _NO_TABLES = bytes(KEY_BYTES)
+# Of the number of frames: what was put had lost something before. The store has a sentence about it (`save_loss`);
+# a unit says it after the loss of that as well.
+_ROUNDED_BIT = 1 << 31
 
 
 class DamagedUnitError(KvmnnError):
@@ -111,11 +114,18 @@ class Unit:
     dense: DenseUnitInfo | None = None
     #: Codec of streams for each layer; None for others.
     layer_info: LayerUnitInfo | None = None
+    #: Whether K and V had lost something before they were put, by a cast for example.
+    is_rounded: bool = False
 
     @property
     def is_lossy(self) -> bool:
         """Return whether its streams decode to other elements than were put."""
         return self.layer_info is not None and self.layer_info.codec == LAYER_CODECS[1]
+
+    @property
+    def has_loss(self) -> bool:
+        """Return whether K and V are not those that the model computed: rounded before the put, or by it."""
+        return self.is_lossy or self.is_rounded
 
     @property
     def nbytes(self) -> int:
@@ -127,7 +137,8 @@ class Unit:
     def to_pieces(self) -> list[Bytes | bytes]:
         """Return the bytes of the file, in pieces."""
         magic = LAYER_MAGIC if self.layer_info else FRAME_MAGIC if self.dense is None else DENSE_MAGIC
-        head = _UNIT_STRUCT.pack(magic, self.ids.size, len(self.frames), self.start, self.namespace_key, self.parent)
+        num_frames = len(self.frames) | (_ROUNDED_BIT if self.is_rounded else 0)
+        head = _UNIT_STRUCT.pack(magic, self.ids.size, num_frames, self.start, self.namespace_key, self.parent)
         ids = self.ids.astype("<u4").tobytes()
         if self.layer_info is not None:
             info = self.layer_info
@@ -185,7 +196,14 @@ def parse_unit(data: Bytes) -> Unit:
         for (begin_byte, end_byte), (_, frame_sum, raw_sum) in zip(pairwise(ends), header.frame_rows, strict=True)
     ]
     return Unit(
-        header.namespace_key, header.parent, header.start, header.ids, tuple(frames), header.dense, header.layer_info
+        header.namespace_key,
+        header.parent,
+        header.start,
+        header.ids,
+        tuple(frames),
+        header.dense,
+        header.layer_info,
+        header.is_rounded,
     )
 
 
@@ -219,11 +237,17 @@ class UnitHeader(NamedTuple):
     frame_rows: list[tuple[int, int, int]]
     #: Size of the header.
     nbytes: int
+    is_rounded: bool
 
     @property
     def is_lossy(self) -> bool:
         """Return whether its streams decode to other elements than were put."""
         return self.layer_info is not None and self.layer_info.codec == LAYER_CODECS[1]
+
+    @property
+    def has_loss(self) -> bool:
+        """Return whether K and V are not those that the model computed: rounded before the put, or by it."""
+        return self.is_lossy or self.is_rounded
 
     @property
     def unit_bytes(self) -> int:
@@ -237,6 +261,7 @@ def parse_header(data: Bytes) -> UnitHeader:
     magic, num_tokens, num_frames, start, namespace, parent = _UNIT_STRUCT.unpack_from(data.data)
     if magic not in (FRAME_MAGIC, DENSE_MAGIC, LAYER_MAGIC):
         raise DamagedUnitError("does not begin as a unit does")
+    is_rounded, num_frames = bool(num_frames & _ROUNDED_BIT), num_frames & ~_ROUNDED_BIT
     if not (1 <= num_tokens <= MAX_TOKENS and 1 <= num_frames <= 2 * MAX_LAYERS and start <= MAX_TOKENS):
         raise DamagedUnitError("has impossible sizes in its header")
     position, history, chain, num_blocks, tables = _UNIT_STRUCT.size, 0, 0, None, _NO_TABLES
@@ -279,7 +304,7 @@ def parse_header(data: Bytes) -> UnitHeader:
         dense = DenseUnitInfo(sums, history, chain, b"" if tables == _NO_TABLES else tables)
         streams = np.frombuffer(data, _STREAM_DTYPE, num_frames, position + 8 * num_blocks).tolist()
         frame_rows = [(nbytes, stream_checksum, 0) for nbytes, stream_checksum in streams]
-    return UnitHeader(namespace, parent, start, ids, dense, layer_info, frame_rows, size)
+    return UnitHeader(namespace, parent, start, ids, dense, layer_info, frame_rows, size, is_rounded)
 
 
 def has_attention_steps(header: UnitHeader, data: Bytes) -> bool:
@@ -317,10 +342,10 @@ _STREAM_FLAGS_OFFSET, _ATTENTION_FLAG = 7, 1
 """In the header of a transform stream (docs/format-transform.md)."""
 
 
-def is_lossy_unit(data: Bytes) -> bool:
-    """Return whether the bytes are a unit whose streams decode to other elements than were put."""
+def has_loss(data: Bytes) -> bool:
+    """Return whether the bytes are a unit whose K and V are not those that the model computed."""
     try:
-        return parse_header(data).is_lossy
+        return parse_header(data).has_loss
     except DamagedUnitError:
         return False
 

@@ -449,7 +449,7 @@ _PIECE_DTYPE = np.dtype([("bytes", "<u8"), ("checksum", "<u8"), ("raw_checksum",
 _MAX_DOCUMENT_BYTES = 16 << 20
 _MAX_STATE_BYTES = 1 << 30
 _ZSTD_LEVEL = 3
-_RAW_BYTES_KEY = "raw_bytes"
+_RAW_BYTES_KEY, _ROUNDED_KEY = "raw_bytes", "rounded"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -474,6 +474,8 @@ class PrefixState:
     piece_sums: tuple[tuple[int, int], ...]
     #: Bytes of all decoded contents.
     raw_bytes: int
+    #: As in `Unit`.
+    is_rounded: bool = False
 
     def compute_key(self, secret: bytes) -> bytes:
         """Return the key of the state in a store with this secret."""
@@ -483,6 +485,7 @@ class PrefixState:
         """Return the bytes of the file, in pieces."""
         states = [{"dtype": dtype, "shape": list(shape), "bytes": size} for dtype, shape, size in self.state_specs]
         header = {"windows": list(self.window_rows), "states": states, _RAW_BYTES_KEY: self.raw_bytes}
+        header |= {_ROUNDED_KEY: True} if self.is_rounded else {}
         document = json.dumps(header, separators=(",", ":")).encode()
         sizes = (self.tokens, self.ids.size, len(document), len(self.pieces))
         piece_rows = [(len(piece), *sums) for piece, sums in zip(self.pieces, self.piece_sums, strict=True)]
@@ -501,6 +504,8 @@ def encode_state(
     windows: Sequence[LayerCache],
     states: Sequence[OpaqueState],
     options: CodecOptions,
+    *,
+    is_rounded: bool = False,
 ) -> PrefixState:
     """Encode rows of windows as frames, and opaque state with zstandard; parameters as those of `PrefixState`."""
     import zstandard
@@ -546,6 +551,7 @@ def encode_state(
         pieces=tuple(pieces),
         piece_sums=tuple(sums),
         raw_bytes=raw_bytes,
+        is_rounded=is_rounded,
     )
 
 
@@ -577,6 +583,7 @@ def parse_state(data: Bytes) -> PrefixState:
         windows = tuple(node.read_int(1) for node in root.get("windows").read_list())
         states = tuple(map(_parse_state_spec, root.get("states").read_list()))
         raw_bytes = root.get(_RAW_BYTES_KEY).read_int(0)
+        is_rounded = _ROUNDED_KEY in root.value
     except KvmnnError as error:  # forged, with a matching checksum
         raise DamagedUnitError(str(error)) from None
     return PrefixState(
@@ -589,6 +596,7 @@ def parse_state(data: Bytes) -> PrefixState:
         pieces=tuple(data[begin_byte:end_byte] for begin_byte, end_byte in pairwise(ends)),
         piece_sums=tuple((piece_row[1], piece_row[2]) for piece_row in piece_rows),
         raw_bytes=raw_bytes,
+        is_rounded=is_rounded,
     )
 
 

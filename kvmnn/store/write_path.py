@@ -473,6 +473,8 @@ def add_sequence(
     write_options: WriteOptions,
     attention: npt.NDArray[Any] | None = None,
     ready_units: ReadyUnits | None = None,
+    *,
+    is_rounded: bool = False,
 ) -> Iterator[AddResult]:
     """Store the tokens of a sequence after its stored whole blocks; yield what each batch of units adds."""
     size, step = sequence.block_tokens, count_blocks_per_unit(namespace, sequence.block_tokens)
@@ -489,7 +491,7 @@ def add_sequence(
         if streams.is_dense_worth_it(batches[0], sequence):
             unit_encoder = streams
     for batch in batches:
-        added = _add_batch(backend, sequence, namespace, batch, unit_encoder)
+        added = _add_batch(backend, sequence, namespace, batch, unit_encoder, is_rounded=is_rounded)
         yield added._replace(predicted_kl=unit_encoder.predicted_kl)
         if added.exceeded_limit:
             break
@@ -705,6 +707,8 @@ def _add_batch(
     namespace: Namespace,
     batch: Sequence[TokenSpan],
     unit_encoder: _FrameUnitEncoder | _DenseUnitEncoder | LayerUnitEncoder,
+    *,
+    is_rounded: bool,
 ) -> AddResult:
     new_units: dict[int, NewUnit] = {}
     with backend.stage() as staging:
@@ -716,7 +720,7 @@ def _add_batch(
             begin_block, end_block = begin_token // sequence.block_tokens, end_token // sequence.block_tokens
             parent, ids = sequence.get_parent_key(begin_block), sequence.ids[begin_token:end_token]
             dense, layer_info = (None, info) if isinstance(info, LayerUnitInfo) else (info, None)
-            unit = Unit(namespace.key, parent, begin_token, ids, frames, dense, layer_info)
+            unit = Unit(namespace.key, parent, begin_token, ids, frames, dense, layer_info, is_rounded)
             staged = staging.write(unit.to_pieces())
             keys = sequence.keys[begin_block:end_block]
             nbytes = unit.nbytes + backend.unit_overhead_bytes

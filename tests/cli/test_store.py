@@ -720,11 +720,27 @@ def test_store_of_casts_says_lossy_of_what_it_returns(here: Path, run, is_remote
     assert copied in said and said.endswith(loss)
     assert json.loads(Path("back/loss.json").read_text())["loss"] == "rounded by a cast: fp32 to fp16"
     assert "LOSSLESS (" in run("store", "get", store, *ids, "--dtype", "fp32", "-o", "back32/").out
-    if not is_remote:
-        (record,) = Path("S/spaces").glob("*.loss")
-        record.write_bytes(b"")
-        assert "a loss is recorded, and the record cannot be read" in run("store", "get", "S", *ids, "-o", "x/").out
-        record.write_text("rounded by a cast: fp32 to fp16")
+    (record,) = Path("S").glob("losses/*" if is_remote else "spaces/*.loss")
+    loss_text, unreadable = record.read_bytes(), "LOSSY: K and V lost something before they were put, and the record of"
+    for damage in (lambda: record.write_bytes(b""), record.unlink):
+        damage()
+        said = run("store", "get", store, *ids, "--dtype", "fp16", "-o", "x/", "-f").out
+        assert copied in said and unreadable in said
+        assert copied in run("store", "export", store, *ids, "--dtype", "fp16", "-o", "text.kv", "-f").out
+        matched = run("store", "match", store, *ids, "--dtype", "fp16").out
+        assert matched == ("50\n" if is_remote else "50 LOSSY\n")  # past this machine match reads no unit
+        assert "LOSSY before the put, some texts: K and V lost" in run("store", "stat", store).out
+        verified = run("store", "verify", store).out
+        assert "LOSSY units" in verified and "LOSSLESS" not in verified
+    record.write_bytes(loss_text)
+    Path("exact.json").write_text(json.dumps([7, *range(100, 140)]))
+    np.savez("short.npz", **arrays([7, *range(100, 140)]))
+    run("store", "put", store, "short.npz", "--token-ids", "exact.json", "--fingerprint", "m")
+    assert "LOSSLESS (" in run("store", "get", store, "--token-ids", "exact.json", "--dtype", "fp16", "-o", "y/").out
+    run("store", "rm", store, "--token-ids", "exact.json")
+    assert run("store", "match", store, *ids, "--dtype", "fp16").out == "50 LOSSY\n"
+    assert "LOSSY" in run("store", "ls", store).out
+    Path("text.kv").unlink()
     assert copied in run("store", "export", store, *ids, "--dtype", "fp16", "-o", "text.kv").out
     run("store", "import", "T", "text.kv")
     assert copied in run("store", "get", "T", *ids, "-o", "again/").out

@@ -17,6 +17,7 @@ from kvmnn import LayerCache
 from kvmnn.errors import KvmnnError
 from kvmnn.frames.buffers import integrity_checksum
 from kvmnn.store import PrefixStore
+from kvmnn.store.backend import UNREADABLE_LOSS
 
 ENGINES = ("directory", "redis", "file", "memory")
 SYSTEM = [*range(1000, 1200)]
@@ -219,6 +220,19 @@ def test_put_windows_with_every_token_are_full_layers(new_url: Callable[[str], s
         store.put(CHAT, cut, model=MODEL, windows=(1, 2))
         assert store.get(CHAT, model=MODEL).tokens == len(CHAT)
         assert store.get(SYSTEM, model=MODEL).tokens == WINDOW
+
+
+@pytest.mark.parametrize("windows", [range(1, 3), range(4)], ids=["some layers", "all layers"])
+def test_get_loss_of_windows_outlives_its_record(tmp_path: Path, windows: range) -> None:
+    with PrefixStore(tmp_path) as store:
+        store.put(SYSTEM, layers_of(SYSTEM, windows=windows), model=MODEL, windows=windows)
+        assert store.get(SYSTEM, model=MODEL).label is None
+        store.put(CHAT, layers_of(CHAT, windows=windows), model=MODEL, windows=windows, loss="cast: fp32 to fp16")
+        assert store.get(CHAT, model=MODEL).loss == "cast: fp32 to fp16"
+        assert store.get(SYSTEM, model=MODEL).label is None  # put before, and exact
+        for record in tmp_path.glob("spaces/*.loss"):
+            record.unlink()
+        assert store.get(CHAT, model=MODEL).loss == store.get_by_layer(CHAT, model=MODEL).loss == UNREADABLE_LOSS
 
 
 @pytest.mark.parametrize("engine", ["directory", "redis"])

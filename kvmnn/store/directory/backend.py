@@ -37,6 +37,7 @@ from ..backend import (
     describe_lost_options,
     find_contradicting_codec,
     infer_settings,
+    join_namespace_losses,
     select_fitting,
 )
 from ..encryption import NO_CIPHER, StoreCipher, UnsealError, check_key_matches
@@ -308,8 +309,8 @@ class DirectoryBackend:
             if not self.recovery_files.has_tables(name):
                 raise DamagedUnitError("its tables are gone")
 
-    def has_lossy_units(self, units: Sequence[int]) -> bool:
-        return any(map(self._is_lossy_unit, units))
+    def has_losses(self, namespace: Namespace, units: Sequence[int]) -> bool:
+        return any(map(self._has_loss, units))
 
     def stage(self) -> StagedFiles:
         return self.files.stage()
@@ -699,9 +700,9 @@ class DirectoryBackend:
                 units.update(cursor.list_numbers(query, (max_units // 2,)))
         return [header for unit in sorted(units) if (header := self.files.read_header(unit)) is not None]
 
-    def _is_lossy_unit(self, unit: int) -> bool:
+    def _has_loss(self, unit: int) -> bool:
         header = self.files.read_header(unit)
-        return header is not None and header.is_lossy
+        return header is not None and header.has_loss
 
     def _rebuild_index(self, reason: str, expected_path: Path | None) -> bool:
         """Rebuild the index if the folder is a store; return whether it is."""
@@ -863,7 +864,7 @@ class DirectoryBackend:
             self.files.read_unit, find_holder, self.tables, self.profiles, self.block_tokens, threads
         )
         num_units = num_states = num_tokens = nbytes = last_unit = 0
-        is_lossy = False
+        has_loss = False
         notes: list[str] = []
         lost_units: set[int] = set()
         while True:
@@ -894,7 +895,7 @@ class DirectoryBackend:
                 num_units += 1
                 num_tokens += unit.ids.size
                 nbytes += unit.nbytes + self.unit_overhead_bytes
-                is_lossy |= unit.is_lossy
+                has_loss |= unit.has_loss
             if not rows:
                 break
         recovery_notes = tuple(self._repair_recovery_files())
@@ -907,7 +908,7 @@ class DirectoryBackend:
             lost=len(lost_units),
             beside=recovery_notes,
             anew=tuple(self.rebuilt_notes),
-            is_lossy=is_lossy,
+            is_lossy=has_loss,
         )
 
     def _check_state_rows(self, unit_id: int, state: PrefixState, nbytes: int) -> None:
@@ -972,11 +973,11 @@ class DirectoryBackend:
                 raise InvalidRowError(f"a session is damaged: {error}") from None
 
     def _read_pinned_sequence(
-        self, cursor: ValidatingCursor, unit: int, end_token: int, lossy_by_unit: dict[int, bool] | None = None
+        self, cursor: ValidatingCursor, unit: int, end_token: int, loss_by_unit: dict[int, bool] | None = None
     ) -> SavedSequence | None:
         """Read the ids of a sequence up to `end_token`, which lies in `unit`; None if a unit is unreadable.
 
-        Adds to `lossy_by_unit` which of its units are lossy.
+        Adds to `loss_by_unit` which of its units have a loss.
         """
         parts: list[Ids] = []
         query = "SELECT parent, tokens FROM unit WHERE id = ?"
@@ -986,8 +987,8 @@ class DirectoryBackend:
                 unit = row[0] or 0
                 row = cursor.fetch_row(tuple[int | None, int], query, (unit,))
             header = self.files.read_header(unit)
-            if header is not None and lossy_by_unit is not None:
-                lossy_by_unit[unit] = header.is_lossy
+            if header is not None and loss_by_unit is not None:
+                loss_by_unit[unit] = header.has_loss
             if header is None or row is None or not header.start < end_token <= header.start + header.ids.size:
                 return None
             parts.insert(0, header.ids[: end_token - header.start])
@@ -1019,7 +1020,7 @@ class DirectoryBackend:
                 f"WHERE {own} GROUP BY space.id",
             )
             by_space = [(self._parse_space(document), number) for document, number in rows]
-        has_lossy = any(header.is_lossy for header in self._read_sampled_headers(_MAX_SAMPLED_UNITS))
+        headers = self._read_sampled_headers(_MAX_SAMPLED_UNITS)
         return StoreStats(
             texts=num_sequences,
             units=num_units - num_states,
@@ -1035,7 +1036,8 @@ class DirectoryBackend:
             codec=self.codec,
             policy=self.policy,
             profile=self.settings.profile.key if self.settings.profile else "",
-            is_lossy=self.settings.is_lossy or has_lossy,
+            is_lossy=self.settings.is_lossy or any(header.is_lossy for header in headers),
+            loss=join_namespace_losses(self, [namespace for namespace, _ in by_space], headers),
             attention_units=self._count_attention_units(own) if self.settings.is_lossy else None,
             asked_tokens=requested_tokens,
             found_tokens=hit_tokens,
@@ -1077,19 +1079,19 @@ class DirectoryBackend:
         with self.index.begin_reading() as cursor:
             rows = self._list_text_rows(cursor)
             total = index_updates.read_total_bytes(cursor, self._list_space_ids(cursor))
-            lossy_by_unit: dict[int, bool] = {}
+            loss_by_unit: dict[int, bool] = {}
 
-            def is_lossy_unit(unit: int) -> bool:
-                if unit not in lossy_by_unit:
-                    lossy_by_unit[unit] = self._is_lossy_unit(unit)
-                return lossy_by_unit[unit]
+            def read_flag(unit: int) -> bool:
+                if unit not in loss_by_unit:
+                    loss_by_unit[unit] = self._has_loss(unit)
+                return loss_by_unit[unit]
 
-            keys, last_ids, lossy_flags = [], [], []
+            keys, last_ids, loss_flags = [], [], []
             for row in rows:
-                text = self._read_pinned_sequence(cursor, row.unit, row.tokens, lossy_by_unit)
+                text = self._read_pinned_sequence(cursor, row.unit, row.tokens, loss_by_unit)
                 keys.append("" if text is None else self._compute_sequence_key(text.namespace_key, text.ids).hex())
                 last_ids.append(self._read_last_ids(row.unit) if text is None else text.ids[-MAX_LAST_IDS:].tolist())
-                lossy_flags.append(any(map(is_lossy_unit, cursor.list_numbers(_PATH_UNITS_SQL, (row.unit,)))))
+                loss_flags.append(any(map(read_flag, cursor.list_numbers(_PATH_UNITS_SQL, (row.unit,)))))
         entries = (
             StoreEntry(
                 model=row.namespace.model,
@@ -1102,9 +1104,9 @@ class DirectoryBackend:
                 last_ids=tuple(ids),
                 key=key,
                 label=labels.get(key, ""),
-                is_lossy=self.settings.is_lossy or is_lossy,
+                is_lossy=self.settings.is_lossy or has_loss,
             )
-            for row, key, ids, is_lossy in zip(rows, keys, last_ids, lossy_flags, strict=True)
+            for row, key, ids, has_loss in zip(rows, keys, last_ids, loss_flags, strict=True)
         )
         return StoreListing(texts=tuple(entries), bytes=total)
 

@@ -27,7 +27,7 @@ from ...files.mapped_file import MappedFile
 from ...files.schema import read_bounded
 from ...files.temporary import TEMPORARY_NAME_PATTERN, TemporaryPath, remove_stale
 from ...frames.buffers import integrity_checksum
-from ..backend import CodecProfile, StoreSettings, encode_settings, explain_settings, parse_settings
+from ..backend import UNREADABLE_LOSS, CodecProfile, StoreSettings, encode_settings, explain_settings, parse_settings
 from ..encryption import NO_CIPHER, StoreCipher, UnsealError, infer_key_check
 from ..namespace import KEY_BYTES, MAX_ID, MAX_TOKENS, Ids, Namespace, compute_sequence_key, hash_key, parse_namespace
 from ..unit import (
@@ -266,7 +266,6 @@ _LOSS_SUFFIX = ".loss"
 
 _NAMESPACES_FOLDER, _SEQUENCES_FOLDER, _TABLES_FOLDER = "spaces", "texts", "tables"
 _MAX_DOCUMENT_BYTES = 1 << 20
-_UNKNOWN_LOSS = "a loss is recorded, and the record cannot be read"
 _MAX_NAME_BYTES = 4096
 _SEQUENCE_MAGIC = b"KVMNNPT1"
 _SEQUENCE_STRUCT = struct.Struct(f"<8sII{KEY_BYTES}s")
@@ -413,11 +412,11 @@ class RecoveryFiles:
         """Read what K and V of a namespace had lost; empty for nothing."""
         try:
             loss = self._read(_make_loss_path(namespace.key.hex()), _MAX_NAME_BYTES).decode("utf-8", "replace")
-            return loss if loss.isprintable() and loss else _UNKNOWN_LOSS
+            return loss if loss.isprintable() and loss else UNREADABLE_LOSS
         except FileNotFoundError:
             return ""
         except (KvmnnError, OSError):  # something was lost: which it was is damaged
-            return _UNKNOWN_LOSS
+            return UNREADABLE_LOSS
 
     def delete_other_losses(self, namespace_keys: Collection[str]) -> None:
         """Delete the losses of all namespaces whose keys, in hexadecimal digits, are not in `namespace_keys`."""

@@ -60,7 +60,6 @@ from ..unit import (
     DamagedUnitError,
     TableSetCache,
     TableSets,
-    is_lossy_unit,
     make_object_name,
     parse_header,
     to_unit_bytes,
@@ -370,9 +369,6 @@ class RemoteBackendBase:
     def find_unreadable(self, units: Sequence[int]) -> tuple[int, str] | None:
         """Return None: `find_prefix` has looked for units, and more would need their bytes."""
         return None
-
-    def has_lossy_units(self, units: Sequence[int]) -> bool:
-        return any(data is not None and is_lossy_unit(data) for data in map(self.get_cached, units))
 
     @contextmanager
     def stage(self) -> Iterator[_MemoryStaging]:

@@ -19,7 +19,7 @@ from ..._util.validation import repr_short
 from ...dtypes import Bytes
 from ...errors import KvmnnError, ManifestError, SourceError
 from ...files.schema import parse_document
-from ..backend import BackendUnavailableError, StoredText
+from ..backend import BackendUnavailableError, StoredText, join_namespace_losses
 from ..encryption import UnsealError
 from ..namespace import (
     Ids,
@@ -44,7 +44,7 @@ from ..results import (
     explain_pinned_bytes,
     sum_by_namespace,
 )
-from ..unit import DamagedUnitError, is_lossy_unit
+from ..unit import DamagedUnitError, UnitHeader, has_loss, parse_header
 from .backend import NAMES_PER_REQUEST, TABLES_FOLDER, RemoteBackendBase
 from .eviction import Pin, list_end_units, read_pins, read_uses, save_pin
 from .records import StateRecord, UnitRecord, make_unit_name
@@ -216,7 +216,7 @@ class RemoteBackend(RemoteBackendBase):
                 num_units += 1
                 num_tokens += unit.ids.size
                 nbytes += unit.nbytes + self.unit_overhead_bytes
-                is_lossy |= unit.is_lossy
+                is_lossy |= unit.has_loss
         if not self.read_only:
             self.delete_records([*damaged, *lost_records])
         return StoreVerifyResult(
@@ -278,6 +278,7 @@ class RemoteBackend(RemoteBackendBase):
         states = _select_states(all_records)
         unit_records = [record for record in all_records if not isinstance(record, StateRecord)]
         size = self.block_tokens
+        headers = self._read_sampled_headers(unit_records)
         return StoreStats(
             texts=len(_select_end_records(all_records, size)),
             states=len(states),
@@ -297,7 +298,8 @@ class RemoteBackend(RemoteBackendBase):
             policy=self.policy,
             ignores_uses=not (self.key_values.has_cheap_touch or self.policy == "benefit"),
             profile=self.settings.profile.key if self.settings.profile else "",
-            is_lossy=self.settings.is_lossy or self._has_lossy_units(unit_records),
+            is_lossy=self.settings.is_lossy or any(header.is_lossy for header in headers),
+            loss=join_namespace_losses(self, namespaces.values(), headers),
             asked_tokens=requested_tokens,
             found_tokens=hit_tokens,
         )
@@ -315,12 +317,14 @@ class RemoteBackend(RemoteBackendBase):
             if record.namespace_key in tenants
         )
 
-    def _has_lossy_units(self, records: Sequence[UnitRecord]) -> bool:
-        """Return whether the first or the last of some units is lossy: the settings may be wrong."""
+    def _read_sampled_headers(self, records: Sequence[UnitRecord]) -> list[UnitHeader]:
+        """Return the headers of the first and the last of some units: what settings and records say may be wrong."""
         names = {make_unit_name(record.unit) for record in (*records[:1], *records[-1:])}
-        return any(
-            is_lossy_unit(np.frombuffer(data or b"", np.uint8)) for data in self.key_values.get_many(sorted(names))
-        )
+        headers = []
+        for data in self.key_values.get_many(sorted(names)):
+            with suppress(DamagedUnitError):
+                headers.append(parse_header(np.frombuffer(data or b"", np.uint8)))
+        return headers
 
     def list_entries(self) -> StoreListing:
         namespaces = self._get_own_namespaces()
@@ -335,7 +339,8 @@ class RemoteBackend(RemoteBackendBase):
         }
         labels = {text.key.hex(): label for label, text in self.iter_labels()}
         entries = []
-        is_lossy = self.settings.is_lossy or self._has_lossy_units(unit_records)
+        is_lossy = self.settings.is_lossy or any(header.has_loss for header in self._read_sampled_headers(unit_records))
+        rounded_keys = {key for key, namespace in namespaces.items() if self.get_loss(namespace)}
         end_records = _select_end_records(valid_records, block_tokens)
         for record in sorted(end_records, key=lambda record: (-ticks[record.unit], -record.start)):
             namespace, tick = namespaces[record.namespace_key], ticks[record.unit]
@@ -354,7 +359,7 @@ class RemoteBackend(RemoteBackendBase):
                     last_ids=tuple(record.ids[-MAX_LAST_IDS:].tolist()),
                     key=key,
                     label=labels.get(key, ""),
-                    is_lossy=is_lossy,
+                    is_lossy=is_lossy or record.namespace_key in rounded_keys,
                 )
             )
         return StoreListing(texts=tuple(entries), bytes=sum(record.nbytes for record in valid_records))
@@ -369,6 +374,12 @@ class RemoteBackend(RemoteBackendBase):
             ids = _join_ids(list(_iter_ancestors(record, unit_records, record_by_key, size)))
             if ids is not None:
                 yield StoredText(namespaces[record.namespace_key], ids)
+
+    def has_losses(self, namespace: Namespace, units: Sequence[int]) -> bool:
+        cached = [self.get_cached(unit) for unit in units]
+        if any(data is not None and has_loss(data) for data in cached):
+            return True
+        return any(data is None for data in cached) and bool(self.get_loss(namespace))
 
     def save_loss(self, namespace: Namespace, loss: str) -> None:
         self.check_writable()

@@ -332,9 +332,8 @@ def predict_kl(units: Iterable[tuple[Unit, int]]) -> float | None:
 
 def _read_stream_loss(frame: UnitFrame) -> float:
     end_byte = _STREAM_LOSS_OFFSET + _STREAM_LOSS_STRUCT.size
-    if frame.data.size < end_byte:
-        return math.nan
-    return float(_STREAM_LOSS_STRUCT.unpack(frame.data[_STREAM_LOSS_OFFSET:end_byte].tobytes())[0])
+    loss_field = bytes(frame.data[_STREAM_LOSS_OFFSET:end_byte])
+    return float(_STREAM_LOSS_STRUCT.unpack(loss_field)[0]) if len(loss_field) == _STREAM_LOSS_STRUCT.size else math.nan
 
 
 _STREAM_LOSS_OFFSET, _STREAM_LOSS_STRUCT = 64, struct.Struct("<f")

@@ -60,6 +60,8 @@ class CodecBenchResult(Record):
     error: str | None = None
     #: What a lossy codec lost; None for all others.
     loss: LossStats | None = field(default=None, metadata={"omit": True})
+    #: Timed turns of a codec that took so long that it had fewer than the others; None for all others.
+    rounds: int | None = field(default=None, metadata={"omit": True})
 
     @property
     @json_key()
@@ -227,6 +229,11 @@ class ArrayBenchReport(Record):
             lines.append(f"not measured, as they are not installed: {names} (pip install {' '.join(self.missing)})")
         lines += [f"{result.codec}: {result.loss}" for result in self.results if result.loss is not None]
         lines += [
+            f"{result.codec}: of {pluralize(result.rounds, 'turn')}: more than {MAX_CODEC_SECONDS} s (--repeats)"
+            for result in self.results
+            if result.rounds is not None
+        ]
+        lines += [
             f"{result.codec}: of the first {result.raw_bytes:,} bytes"
             for result in self.results
             if result.raw_bytes != self.sample_bytes
@@ -284,6 +291,10 @@ class BenchReport(Record):
         return "\n\n".join([*blocks, *([str(self.break_even)] if self.break_even is not None and is_timed else [])])
 
 
+DEFAULT_REPEATS = 5
+"""Timed turns of each codec by default."""
+MAX_CODEC_SECONDS = 5
+"""A codec whose turns have taken so long has no more of them by default."""
 DEFAULT_SAMPLE_BYTES = 64 << 20
 """Default number of bytes to measure of each array."""
 MAX_EFFORT_SAMPLE_BYTES = 1 << 20
@@ -296,7 +307,7 @@ def compare(
     source: Source,
     *,
     max_bytes: int = DEFAULT_SAMPLE_BYTES,
-    repeats: int = 5,
+    repeats: int | None = None,
     threads: int = 1,
     with_max: bool = False,
     progress: Progress | None = None,
@@ -312,7 +323,8 @@ def compare(
     max_bytes
         Bytes of each array, from its beginning, to measure; 0 for all.
     repeats
-        Number of timed runs of each codec; medians are reported.
+        Number of timed runs of each codec, of which medians are reported; None for `DEFAULT_REPEATS`, or fewer for a
+        codec whose runs take more than `MAX_CODEC_SECONDS` together.
     threads
         Threads of each codec.
     with_max
@@ -366,7 +378,7 @@ def compare_on_cache(
     layer_codecs: Sequence[LayerStreamOptions],
     *,
     max_bytes: int = DEFAULT_SAMPLE_BYTES,
-    repeats: int = 5,
+    repeats: int | None = None,
     threads: int = 1,
     progress: Progress | None = None,
     engine: EngineTimes | None = None,
@@ -406,11 +418,7 @@ def compare_on_cache(
         *(makers.apply_by_array(codec, sample) for codec in third_party_codecs),
     ]
     runs = [_CodecRun(codec, sample.words) for codec in bench_codecs]
-    for repeat in range(repeats + 1):
-        for run in runs:
-            run.run_once(is_timed=repeat > 0)
-            if progress:
-                progress(1)
+    _run_all(runs, repeats, progress)
     info = inspect(encode(sample.words, dtype=sample.dtype, effort="balanced", threads=threads))
     report = ArrayBenchReport(
         name=f"K and V of {pluralize(len(sample.layers), 'layer')}",
@@ -418,17 +426,17 @@ def compare_on_cache(
         array_bytes=sample.cache_bytes,
         sample_bytes=sample.words.size,
         entropy_ratio=None if info.entropy_ratio == float("inf") else info.entropy_ratio,
-        rounds=repeats,
-        results=tuple(run.to_result() for run in runs),
+        rounds=repeats or DEFAULT_REPEATS,
+        results=tuple(run.to_result(repeats or DEFAULT_REPEATS) for run in runs),
         missing=tuple(not_installed),
     )
     return _make_report(source, [report], threads, engine, link)
 
 
-def count_cache_runs(dtype: str, num_layer_codecs: int, repeats: int, threads: int) -> int:
+def count_cache_runs(dtype: str, num_layer_codecs: int, repeats: int | None, threads: int) -> int:
     """Return how often `compare_on_cache` calls its `progress`."""
     num_codecs = len(codecs.make_kvmnn_codecs(dtype, threads)) + 1 + num_layer_codecs
-    return (repeats + 1) * (num_codecs + len(codecs.find_installed_codecs(dtype, threads)[0]))
+    return ((repeats or DEFAULT_REPEATS) + 1) * (num_codecs + len(codecs.find_installed_codecs(dtype, threads)[0]))
 
 
 def _compute_token_bytes(source: Source) -> float:
@@ -460,7 +468,7 @@ def _sum_codec_times(reports: Sequence[ArrayBenchReport]) -> list[CodecTimes]:
 
 
 def count_runs(
-    source: Source, repeats: int, threads: int, max_bytes: int = DEFAULT_SAMPLE_BYTES, *, with_max: bool = False
+    source: Source, repeats: int | None, threads: int, max_bytes: int = DEFAULT_SAMPLE_BYTES, *, with_max: bool = False
 ) -> int:
     """Return how often `compare` calls its `progress`."""
     plans = make_dense_plans(source, with_rope_search=False)
@@ -471,14 +479,14 @@ def count_runs(
         has_short_sample = not with_max and (num_dense_bytes or sample_bytes) > MAX_EFFORT_SAMPLE_BYTES
         return 4 + has_short_sample + len(codecs.find_installed_codecs(array.dtype, threads)[0]) + bool(num_dense_bytes)
 
-    return sum((repeats + 1) * count_codecs(array) for array in source.arrays)
+    return sum(((repeats or DEFAULT_REPEATS) + 1) * count_codecs(array) for array in source.arrays)
 
 
 def measure(
     array: LazyArray,
     *,
     max_bytes: int,
-    repeats: int,
+    repeats: int | None,
     threads: int | None,
     with_max: bool = False,
     dense: DensePlan | None = None,
@@ -486,7 +494,7 @@ def measure(
 ) -> ArrayBenchReport:
     """Measure every codec on the first bytes of an array; dense streams on as many as make whole streams.
 
-    The codecs are interleaved, so that a disturbance of the machine affects all of them. Medians of `repeats` runs
+    The codecs are interleaved, so that a disturbance of the machine affects all of them. Medians of timed runs
     follow one uncounted run, in which each round trip is compared with its input.
 
     Parameters
@@ -494,7 +502,7 @@ def measure(
     max_bytes
         Most bytes of the array to measure; 0 for all.
     repeats
-        Turns of each codec.
+        As for `compare`.
     threads
         Threads for each codec; None for all processors.
     with_max
@@ -527,11 +535,7 @@ def measure(
     if dense is not None and num_dense_bytes:
         runs.append(_CodecRun(make_dense_codec(dense, threads), sample))
     runs += [_CodecRun(codec, sample) for codec in third_party_codecs]
-    for repeat in range(repeats + 1):
-        for run in runs:
-            run.run_once(is_timed=repeat > 0)
-            if progress:
-                progress(1)
+    _run_all(runs, repeats, progress)
     info = inspect(encode(sample, dtype=array.dtype, effort="balanced", threads=threads))
     entropy_ratio = info.entropy_ratio
     return ArrayBenchReport(
@@ -540,11 +544,21 @@ def measure(
         array_bytes=array.nbytes,
         sample_bytes=sample.size,
         entropy_ratio=None if entropy_ratio == float("inf") else entropy_ratio,
-        rounds=repeats,
-        results=tuple(run.to_result() for run in runs),
+        rounds=repeats or DEFAULT_REPEATS,
+        results=tuple(run.to_result(repeats or DEFAULT_REPEATS) for run in runs),
         missing=tuple(not_installed),
         note=explain_no_dense(dense, sample.size),
     )
+
+
+def _run_all(runs: Sequence[_CodecRun], repeats: int | None, progress: Progress | None) -> None:
+    """Run all codecs in turns, the first of which is not timed; without `repeats` slow ones have fewer turns."""
+    for repeat in range((repeats or DEFAULT_REPEATS) + 1):
+        for run in runs:
+            if repeats is not None or not run.has_taken_long:
+                run.run_once(is_timed=repeat > 0)
+            if progress:
+                progress(1)
 
 
 class _CodecRun:
@@ -577,7 +591,15 @@ class _CodecRun:
             self._encode_timings.append(encode_time)
             self._decode_timings.append(decode_time)
 
-    def to_result(self) -> CodecBenchResult:
+    @property
+    def has_taken_long(self) -> bool:
+        """Return whether its timed runs have taken `MAX_CODEC_SECONDS`."""
+        timings = [*self._encode_timings, *self._decode_timings]
+        return sum(timing.wall for timing in timings) >= MAX_CODEC_SECONDS
+
+    def to_result(self, num_turns: int) -> CodecBenchResult:
+        """Return the result; `num_turns` is the number of timed runs of codecs that do not take long."""
+        num_timed = len(self._encode_timings)
         is_ok = self._error is None and self._encode_timings
         return CodecBenchResult(
             codec=self._codec.name,
@@ -588,6 +610,7 @@ class _CodecRun:
             decode=_compute_median(self._decode_timings) if is_ok else None,
             error=self._error,
             loss=self._loss if is_ok else None,
+            rounds=num_timed if is_ok and num_timed < num_turns else None,
         )
 
 

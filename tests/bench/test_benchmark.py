@@ -70,6 +70,19 @@ def test_bench_json_has_every_codec(tmp_path, capsys):
     assert exact["encode_bytes_per_s_wall"] == pytest.approx(4096 / exact["encode"]["wall"])
 
 
+def test_compare_gives_slow_codecs_fewer_turns_by_default(tmp_path, monkeypatch):
+    np.save(tmp_path / "k.npy", KEYS)
+    monkeypatch.setattr(benchmark, "MAX_CODEC_SECONDS", 1e-9)
+    source = kvmnn.open(tmp_path / "k.npy")
+    calls: list[int] = []
+    (report,) = bench.compare(source, progress=calls.append).arrays
+    assert sum(calls) == bench.count_runs(source, None, 1)
+    assert {result.rounds for result in report.results if result.encode} == {1}
+    assert "kvmnn exact: of 1 turn: more than" in str(report)
+    (report,) = bench.compare(source, repeats=2).arrays
+    assert {result.rounds for result in report.results} == {None}
+
+
 def test_bench_compare_equals_the_command(tmp_path, capsys):
     np.save(tmp_path / "k.npy", KEYS)
     source = kvmnn.open(tmp_path / "k.npy")

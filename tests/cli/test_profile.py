@@ -361,6 +361,9 @@ def test_streams_away_from_their_profile_are_read_by_verbs_with_its_file(run, wo
         run(*words, "--profile", work / "p.kvmp")
     for words in (("diff", work / "kv", work / "kv"), ("encode", work / "kv", "-o", tmp_path / "x/")):
         assert "--profile is about layer streams" in run(*words, "--profile", work / "p.kvmp", code=2).err
+    for words in (("verify",), ("decode", "-o", tmp_path / "y"), ("measure",), ("diff", work / "kv")):
+        error = run(*words, tmp_path / "none", "--profile", work / "p.kvmp", code=1).err
+        assert f"{tmp_path / 'none'}: cannot be read: No such file or directory" in error, words
 
 
 def test_profile_make_from_lossy_caches_notes_the_loss(run, work, tmp_path) -> None:

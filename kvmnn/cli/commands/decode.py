@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if input_sources.is_layer_streams(arguments.input):
         return layer_stream_options.decode(arguments)
-    shared_options.refuse_given(arguments, ["profile"], "is about layer streams, and these are none")
+    input_sources.refuse_idle_profile(arguments, [arguments.input])
     if has_format(arguments.input, ZARR):
         return _decode_zarr(arguments)
     options = DecodeOptions(

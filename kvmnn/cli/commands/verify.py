@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if input_sources.is_layer_streams(arguments.input):
         return layer_stream_options.verify(arguments)
-    shared_options.refuse_given(arguments, ["profile"], "is about layer streams, and these are none")
+    input_sources.refuse_idle_profile(arguments, [arguments.input])
     if has_format(arguments.input, ZARR):
         return _verify_zarr(arguments)
     if not arguments.no_manifest and is_weight_file(arguments.input):

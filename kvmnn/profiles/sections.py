@@ -51,26 +51,25 @@ def write_sections(magic: bytes, version: int, header: Mapping[str, Any], arrays
         array = np.asarray(values)
         little = array.astype(array.dtype.newbyteorder("<"), copy=False)
         _check_section(f"section {name!r:.130}", name, array.dtype.name, array.shape)
-        data = little.tobytes()
         entries.append(
             {
                 "name": name,
                 "dtype": array.dtype.name,
                 "shape": list(array.shape),
-                "xxh64": f"{xxh64(data):016x}",
+                "xxh64": f"{xxh64(little.tobytes()):016x}",
             }
         )
-        blocks.append(data)
+        blocks.append(little)  # whose bytes are copied one after another: statistics have more than 100 MB
     document = json.dumps({**header, "sections": entries}, separators=(",", ":"), allow_nan=False).encode()
-    total = _align(_LAYOUT.size + len(document)) + sum(_align(len(data)) for data in blocks)
+    total = _align(_LAYOUT.size + len(document)) + sum(_align(block.nbytes) for block in blocks)
     if len(entries) > MAX_SECTIONS or len(document) > MAX_HEADER_BYTES or total > MAX_FILE_BYTES:
         raise KvmnnError(
             f"{len(entries):,} sections, a header of {len(document):,} bytes, {total:,} bytes in all: expected at most "
             f"{MAX_SECTIONS:,}, {MAX_HEADER_BYTES:,} and {MAX_FILE_BYTES:,}"
         )
     yield _pad(_LAYOUT.pack(magic, version, 0, len(document), 0, xxh64(document)) + document)
-    for data in blocks:
-        yield _pad(data)
+    for block in blocks:
+        yield _pad(block.tobytes())
 
 
 def read_file(path: Path) -> bytes:

@@ -747,3 +747,20 @@ def test_losses_before_a_codec_stay_in_records_of_copies(run, work, tmp_path) ->
 def test_layer_stream_options_refuse_bad_values_at_once(codec, settings, message) -> None:
     with pytest.raises(OptionError, match=message):
         LayerStreamOptions(codec=codec, profile="p.kvmp", settings=settings)
+
+
+def test_encode_of_a_part_from_the_middle_without_positions_is_noted(run, work, tmp_path) -> None:
+    """K is turned back by wrong positions: nothing else says that the predicted nats do not hold."""
+    document = json.loads((work / "calib" / "positions.json").read_text())
+    for begin, has_positions in ((0, False), (250, False), (250, True)):
+        folder = tmp_path / f"{begin} {has_positions}"
+        folder.mkdir()
+        for path in (work / "calib").glob("layer_*.npy"):
+            np.save(folder / path.name, np.ascontiguousarray(np.load(path)[:, begin : begin + 250]))
+        if has_positions:
+            layers = [{**layer, "positions": list(range(250, 500))} for layer in document["layers"]]
+            (folder / "positions.json").write_text(json.dumps({**document, "layers": layers}))
+        codec = f"transform:{work / 'p.kvmp'},kl=0.002"
+        shown = " ".join(run("encode", folder, "-o", tmp_path / f"{folder.name}.s", "--codec", codec).out.split())
+        is_noted = "times the bits that the profile predicts" in shown and "not at position 0" in shown
+        assert is_noted == (begin > 0 and not has_positions), shown

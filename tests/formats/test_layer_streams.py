@@ -267,10 +267,19 @@ def test_encode_layers_refuses_what_the_profile_is_not_of(tmp_path: Path, profil
     layers = make_cache(20, 8)
     wide = [LayerCache(layer=c.layer, keys=c.keys[:1], values=c.values[:1]) for c in layers]
     more = [*layers, LayerCache(layer=LAYERS, keys=layers[0].keys, values=layers[0].values)]
-    for name, caches in (("wide", wide), ("more", more), ("late", layers[1:])):
+    late = "has K and V of layers 1 to 3 without layer 0: layer streams are decoded from layer 0 up"
+    gap = "has K and V of layers 0, 2 to 3 without layer 1"
+    lossy_options = LayerStreamOptions(codec="transform", profile=str(profile), settings={"below": 0})
+    for name, caches, match in (
+        ("wide", wide, "layer 0"),
+        ("more", more, "layer 4"),
+        ("late", layers[1:], late),
+        ("gap", [layers[0], *layers[2:]], gap),
+    ):
         source = kvmnn.open(save_folder(tmp_path / name, caches))
-        with pytest.raises(KvmnnError, match="layer"):
-            encode_layers(source, tmp_path / "streams", options)
+        for stream_options in (options, lossy_options):
+            with pytest.raises(KvmnnError, match=match):
+                encode_layers(source, tmp_path / "streams", stream_options)
         assert not (tmp_path / "streams").exists()
     with pytest.raises(KvmnnError, match="does not exist"):
         encode_layers(source, tmp_path / "streams", LayerStreamOptions(codec="profile", profile="none.kvmp"))

@@ -97,11 +97,14 @@ class CacheEncoder:
     ----------
     predicted_kl : float or None
         After the last layer: nats a token that lossy streams are expected to cost; None where nothing says it.
+    bits_factor : float
+        After the last layer: bits of lossy streams over those that the profile predicts for the same steps.
     """
 
     def __init__(self, profile: Profile, options: LayerStreamOptions) -> None:
         self._profile, self._options = profile, options
         self.predicted_kl: float | None = None
+        self.bits_factor = 1.0
 
     def encode(self, layers: Iterable[LayerCache]) -> Iterator[EncodedLayer]:
         """Yield the stream of each layer."""
@@ -128,8 +131,8 @@ class CacheEncoder:
             return
         tokens, has_attention = sample[0].tokens, self._options.attention is not None
         plan = plan_steps(tables, options, tokens, has_attention)
+        num_exact, factor = min(options.first + options.recent, tokens), 1.0
         if has_size:
-            num_exact, factor = min(options.first + options.recent, tokens), 1.0
             too_low, too_high = 0.0, 0.0
             for _ in range(_MAX_TRIALS):
                 streams = [encoded.stream for encoded in self._encode_by_plan(sample, options, plan)]
@@ -144,10 +147,14 @@ class CacheEncoder:
         self.predicted_kl = plan.kl if plan.is_measured else None
         if options.first + options.recent >= tokens:
             self.predicted_kl = 0.0  # every token is exact
-        layers_seen = []
+        layers_seen, num_coded_bits, predicted_bits = [], 0.0, 0.0
         for encoded in self._encode_by_plan(itertools.chain(sample, iterator), options, plan):
-            layers_seen.append(encoded.decoded.layer)
+            layer = encoded.decoded
+            layers_seen.append(layer.layer)
+            num_coded_bits += 8 * (len(encoded.stream) - layer.nbytes / layer.tokens * num_exact)
+            predicted_bits += float(plan.bits[layer.layer].sum()) / factor * (layer.tokens - num_exact)
             yield encoded
+        self.bits_factor = num_coded_bits / predicted_bits if predicted_bits > 0 else 1.0
         if self.predicted_kl:  # of the layers that there are: headers of streams have a loss each
             self.predicted_kl = float(plan.losses[layers_seen].sum())
 

@@ -19,6 +19,7 @@ from ..._util.text import LOSSY, format_rate, pluralize
 from ...arrays.engine_metadata import dump_metadata
 from ...arrays.layer_cache import LayerCache
 from ...arrays.layers import LayerArray, collect_layers, format_array_name, format_input_prefix
+from ...arrays.positions import format_layers
 from ...arrays.source import (
     DEQUANTIZED_KEY,
     LOSSY_KEY,
@@ -54,6 +55,8 @@ _MAX_EXACT_SHARE = 0.1
 """Of the bytes that were asked for: exact tokens that take more come on top of them (`plan_steps`)."""
 _MAX_USEFUL_KL = 0.1
 """Nats a token: 4-bit formats lose 0.002 to 0.03, evicting half of a cache 0.01."""
+_MAX_BITS_FACTOR, _MIN_JUDGED_TOKENS = 3.0, 64
+"""Above it a note: K of SmolLM2 turned back by wrong positions takes 3.5 times the bits, other texts up to 1.8."""
 _STREAM_SUFFIX = {"profile": ".kvml", "transform": ".kvmx"}
 
 
@@ -303,7 +306,7 @@ def encode_layers(
         notes=(
             *list_losses(document.metadata),
             *describe_unstored_bytes(source),
-            *_list_notes(profile, reader, document),
+            *_list_notes(profile, reader, document, encoder.bits_factor),
         ),
     )
 
@@ -334,7 +337,7 @@ def measure_layers(
         is_verified=True,
         seconds=time.perf_counter() - start,
         is_packed=source.cache is not None,
-        notes=_list_notes(profile, reader, document),
+        notes=_list_notes(profile, reader, document, encoder.bits_factor),
     )
 
 
@@ -346,7 +349,9 @@ def _record_int8(source: Source) -> dict[str, str]:
     return {DEQUANTIZED_KEY: "int8"} if source.lossy else {}
 
 
-def _list_notes(profile: Profile, reader: LayerReader, document: LayerStreamsDocument) -> tuple[str, ...]:
+def _list_notes(
+    profile: Profile, reader: LayerReader, document: LayerStreamsDocument, bits_factor: float
+) -> tuple[str, ...]:
     """Return what a reader should know of the profile, and a ratio that was missed."""
     notes = _compare_dtypes(profile, reader)
     num_missing = len(profile.info.layers) - len(document.layers)
@@ -360,6 +365,11 @@ def _list_notes(profile: Profile, reader: LayerReader, document: LayerStreamsDoc
     if not document.is_lossy:
         return notes
     notes += describe_few_tokens(profile.info)
+    if bits_factor > _MAX_BITS_FACTOR and document.tokens >= _MIN_JUDGED_TOKENS:
+        reason = "its texts are unlike this one, or of another model"
+        if not reader.has_positions:
+            reason += ", or the first token is not at position 0, which is assumed without positions.json"
+        notes += (f"{bits_factor:.1f} times the bits that the profile predicts: {reason}; the nats do not hold then",)
     kl = document.predicted_kl
     if kl is not None and kl > _MAX_USEFUL_KL:
         notes += (f"{_format_kl(kl)} nats a token change what the model says: measure it (kvmnn eval --quant)",)
@@ -402,6 +412,13 @@ class LayerReader:
         unnamed = [name for name in source if name not in names]
         if unnamed and len(self._entries) != 2 * len({entry.layer for entry in self._entries}):
             raise OptionError(f"{prefix}array {unnamed[0]!r} is neither K nor V of a layer: --tensor selects others")
+        layers = sorted({entry.layer for entry in self._entries})
+        missing_layers = sorted(set(range(layers[-1])).difference(layers))
+        if missing_layers:
+            raise OptionError(
+                f"{prefix}has K and V of {format_layers(layers)} without {format_layers(missing_layers)}: layer "
+                "streams are decoded from layer 0 up (--codec dense has each array by itself)"
+            )
         if len({entry.array.dtype for entry in self._entries}) > 1:
             raise OptionError(f"{prefix}the arrays have several types: layer streams are of one")
         self._has_own_names = len(names) == len(self._entries)
@@ -411,6 +428,7 @@ class LayerReader:
         self.is_rerotated = any(
             not np.array_equal(positions, text_positions[layer]) for layer, positions in self._positions.items()
         )
+        self.has_positions = bool(self._positions)
         self.dtype = self._entries[0].array.dtype
         self.num_layers = len(self._entries) // 2
 

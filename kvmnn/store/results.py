@@ -141,7 +141,8 @@ class PutResult(Record):
     removed_bytes: int = 0
     #: Time it took.
     seconds: float = 0.0
-    #: Why the sequence is not completely stored, what was rounded once more, and which label was replaced.
+    #: Why the sequence is not completely stored, what was rounded once more, which label was replaced, and a line for
+    #: each damaged unit, whose tokens are stored again.
     notes: tuple[str, ...] = ()
     #: Whether that is because a remote store did not answer.
     outage: bool = False

@@ -101,15 +101,22 @@ class SequenceStore:
         """Store a sequence, as `PrefixStore.put`; `state` is required if the namespace needs it."""
         started = time.perf_counter()
         sequence = self.make_sequence(namespace, ids)
-        stored_before = self._find_stored_part(sequence, namespace, with_state=True)
-        stored_prefix, added = self._backend.find_prefix(sequence), AddResult(0, 0)
+        notes: list[str] = []
+        while True:
+            stored_before = self._find_stored_part(sequence, namespace, with_state=True)
+            stored_prefix, added = self._backend.find_prefix(sequence), AddResult(0, 0)
+            state_units = tuple(filter(None, [stored_before.state_unit]))
+            damaged = self._backend.find_unreadable((*state_units, *stored_prefix.list_units()))
+            if damaged is None:
+                break
+            self._backend.quarantine(*damaged, notes)  # else it would count as stored
         begin_token, known_tokens, is_added = ids.size, stored_prefix.tokens, False
         if max(stored_prefix.tokens, stored_before.tokens) < ids.size:
             self._check_shapes(namespace)
         else:
             self._backend.ensure_namespace(namespace)
         # before anything is added: what a put writes is newer than what it reuses, which may be of another text
-        self._backend.touch((*filter(None, [stored_before.state_unit]), *stored_prefix.list_units()), num_uses=0)
+        self._backend.touch((*state_units, *stored_prefix.list_units()), num_uses=0)
         for _ in range(_MAX_PUT_TRIES):
             if stored_prefix.tokens >= ids.size or not caches:
                 break
@@ -173,7 +180,7 @@ class SequenceStore:
             state_bytes=state_bytes,
             removed_bytes=removed_bytes,
             seconds=time.perf_counter() - started,
-            notes=() if stored_tokens == ids.size else (reason,),
+            notes=tuple(notes) if stored_tokens == ids.size else (*notes, reason),
             is_lossy=self._backend.settings.is_lossy,
             predicted_kl=added.predicted_kl,
         )

@@ -92,6 +92,20 @@ def test_match_equals_get_where_files_are_lost(tmp_path: Path, encryption: str, 
         assert len(found.notes) == 1 and "damaged, " in found.notes[0] and prefix.notes == ()
 
 
+def test_put_stores_again_what_was_lost(tmp_path: Path) -> None:
+    """It says so: the index alone has all of the text."""
+    ids = range(20)
+    (file,) = made(tmp_path / "s", ids)
+    file.unlink()
+    with PrefixStore(tmp_path / "s") as store:
+        put = store.put(ids, layers_of(ids), model=MODEL)
+        assert (put.known_tokens, put.stored_tokens) == (0, 20)
+        assert "its file is gone" in str(put)
+        assert same(store.get(ids, model=MODEL).layers, ids, 20)
+        assert store.put(ids, layers_of(ids), model=MODEL).known_tokens == 20
+        assert store.verify().damaged == ()
+
+
 @PLAIN_ONLY
 def test_get_exchanged_frame_is_a_miss(tmp_path: Path) -> None:
     """Even if it decodes to the same words."""

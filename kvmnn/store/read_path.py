@@ -9,6 +9,7 @@ import numpy as np
 
 from ..arrays.layer_cache import LayerCache
 from ..arrays.opaque_state import OpaqueState
+from ..arrays.source import ROUNDED_TEXT
 from ..dtypes import Bytes
 from ..errors import SourceError
 from .backend import PrefixMatch, StoreBackend, UnitSlice
@@ -59,6 +60,10 @@ class UnitLosses(NamedTuple):
     is_rounded: bool = False
     #: Nats a token that the rounding of lossy units is expected to cost; None where nothing says it.
     predicted_kl: float | None = None
+
+    def select_predicted_kl(self, loss: str) -> float | None:
+        """Return the nats that are expected; None where K and V had been rounded before they were put."""
+        return None if ROUNDED_TEXT in loss else self.predicted_kl
 
 
 def join_unit_losses(slices: Sequence[LoadedSlice]) -> UnitLosses:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # or every start would import its tables
 _LOSSY_TEXT = f"{LOSSY}: K and V are rounded (transform streams)"
 
 _STAT_HINT = " (store stat STORE TEXT has the nats expected, where known)"
+_LISTING_HINT = "K and V are rounded, as stored or before (store stat STORE TEXT says which, and the nats expected)"
 
 
 def format_predicted_kl(predicted_kl: float | None) -> str:
@@ -366,13 +367,15 @@ class StoreEntry(Record):
     #: Whether K and V are not those that were computed: rounded before they were put, or by it. Of a store past this
     #: machine, those of some texts of this model and precision.
     is_lossy: bool = field(default=False, metadata={"omit": True})
+    #: What K and V have lost; of `describe` alone.
+    loss: str = field(default="", metadata={"omit": True})
     #: Nats a token that this is expected to cost; of `describe` alone, None where nothing says it.
     predicted_kl: float | None = field(default=None, metadata={"omit": True})
 
     def __str__(self) -> str:
         line = self.format_line(self.key[:MIN_HANDLE_LETTERS], shorten_names([self.model])[self.model])
-        if self.is_lossy:
-            line += f"\n  {_LOSSY_TEXT}{format_predicted_kl(self.predicted_kl)}"
+        if self.loss:
+            line += f"\n  {LOSSY}: {escape_control(self.loss)}{format_predicted_kl(self.predicted_kl)}"
         return line if self.break_even is None else f"{line}\n\n{self.break_even}"
 
     def format_line(self, handle: str, model: str) -> str:
@@ -426,7 +429,7 @@ class StoreListing(Record):
             namespaces_text = pluralize(self.namespaces, "namespace")
             return f"no texts outside of the {namespaces_text} (--namespace NAME; store stat --namespaces lists them)"
         if any(entry.is_lossy for entry in self.texts):
-            total_text += f"\n{_LOSSY_TEXT}{_STAT_HINT}"
+            total_text += f"\n{LOSSY}: {_LISTING_HINT}"
         return "\n".join([*lines, total_text]) if lines else "no texts"
 
 

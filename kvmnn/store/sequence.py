@@ -16,14 +16,13 @@ from .._util.validation import repr_short
 from ..arrays.completeness import Completeness, LayerStateInfo
 from ..arrays.layer_cache import LayerCache
 from ..arrays.opaque_state import OpaqueState
-from ..arrays.source import ROUNDED_TEXT
 from ..dtypes import DTYPES
 from ..errors import KvmnnError, OptionError, SourceError
 from .backend import UNREADABLE_LOSS, AddResult, ConcurrentUpdateError, PrefixMatch, StoreBackend, StoredText
 from .namespace import Ids, Namespace, TokenSequence, describe_difference, validate_model
 from .read_path import UnitLosses, iter_layers, join_unit_losses, load_slices, read_layers, read_state
 from .results import MIN_HANDLE_LETTERS, LayerwisePrefix, PutResult, StoredPrefix, StoreExportResult
-from .unit import DamagedUnitError, ReadyUnits, parse_header, parse_unit, predict_kl
+from .unit import DamagedUnitError, ReadyUnits, parse_header, parse_unit
 from .unit_codec import LoadedSlice, encode_state
 from .write_path import WriteOptions, add_sequence, make_layer_encoder
 
@@ -267,7 +266,7 @@ class SequenceStore:
                 completeness=completeness,
                 is_lossy=self._backend.settings.is_lossy or losses.is_lossy,
                 loss=loss,
-                predicted_kl=None if ROUNDED_TEXT in loss else losses.predicted_kl,
+                predicted_kl=losses.select_predicted_kl(loss),
             )
 
     def _read_state(
@@ -368,11 +367,9 @@ class SequenceStore:
             )
         return [(namespace, stored_part) for namespace, stored_part in parts if stored_part.tokens == ids.size]
 
-    def predict_kl(self, ids: Ids, namespace: Namespace) -> float | None:
-        """Return the nats a token that a stored sequence is expected to cost; None where that is not known."""
+    def read_losses(self, ids: Ids, namespace: Namespace) -> tuple[UnitLosses, str]:
+        """Return what the units of a stored sequence lost, and what K and V had lost before they were put."""
         prefix_match = self._backend.find_prefix(self.make_sequence(namespace, ids))
-        if ROUNDED_TEXT in self._backend.get_loss(namespace):
-            return None
         data = self._backend.read_units(prefix_match.list_units())
         try:
             units = {
@@ -381,9 +378,14 @@ class SequenceStore:
                 if unit_data is not None
             }
         except DamagedUnitError:
-            return None
-        slices = [unit_slice for unit_slice in prefix_match.slices if unit_slice.unit in units]
-        return predict_kl((units[unit_slice.unit], unit_slice.take) for unit_slice in slices)
+            return UnitLosses(), ""
+        slices = [
+            LoadedSlice(units[unit_slice.unit], unit_slice.skip, unit_slice.take)
+            for unit_slice in prefix_match.slices
+            if unit_slice.unit in units
+        ]
+        losses = join_unit_losses(slices)
+        return losses, self._read_loss(namespace, losses)
 
     def _name_stored_text(self, ids: Ids, namespaces: Sequence[Namespace]) -> str:
         """Return the handle of the shortest text that begins with `ids`, for a message that refuses a longer one."""

@@ -865,7 +865,9 @@ class PrefixStore:
             return entry
         namespaces = self._with_retry(lambda: self._sequences.list_namespaces(model, entry.dtype))
         namespace = next(namespace for namespace in namespaces if StoredText(namespace, ids).key.hex() == entry.key)
-        return replace(entry, predicted_kl=self._with_retry(lambda: self._sequences.predict_kl(ids, namespace)))
+        losses, loss = self._with_retry(lambda: self._sequences.read_losses(ids, namespace))
+        own_loss = f"{ROUNDED_TEXT} (transform streams)" if losses.is_lossy else ""
+        return replace(entry, loss=join_losses(loss, own_loss), predicted_kl=losses.select_predicted_kl(loss))
 
     def export(
         self,

@@ -35,7 +35,7 @@ run cmp back.npy k_fp16.npy
 say "2. A cache of 512 tokens, and a profile of the model, made once of another text (half a minute)"
 run kvmnn dump-kv lm --text lm/texts/trace.py.txt --max-tokens 512 --dtype fp16 -o kv -q >/dev/null
 run kvmnn profile make lm --text lm/texts/calendar.py.txt --tokens 512 -o lm.kvmp -q >/dev/null
-say "Every codec; LOSSLESS is said only after everything was decoded and compared"
+say "Every codec, of K and V that dump-kv rounded to fp16; LOSSLESS copy: all of these was decoded and compared"
 for codec in exact fast dense profile transform; do
     case $codec in
         dense) set -- --codec dense --model lm ;;
@@ -48,11 +48,12 @@ done
 python - <<'END'
 import json
 readers = {"exact": "MNN, kvmnn; MNN's own bytes", "fast": "MNN, kvmnn"}
-print(f"\n{'codec':<22}{'ratio':>7}  {'':<10}read by")
+print(f"\n{'codec':<22}{'ratio':>7}  {'':<15}read by")
 for codec in ("exact", "fast", "dense", "profile", "transform"):
     result = json.load(open(f"{codec}.json"))
     name = codec + (", kl=0.002" if codec == "transform" else "")
-    print(f"{name:<22}{result['ratio']:>7.2f}  {result['label']:<10}{readers.get(codec, 'kvmnn')}")
+    label = result["label"].removesuffix(" of LOSSY K and V")
+    print(f"{name:<22}{result['ratio']:>7.2f}  {label:<15}{readers.get(codec, 'kvmnn')}")
 END
 
 say "3. What a quarter of the cache, and a rounded prompt of 512 of the 1,024 tokens, cost on held-out text (LOSSY)"

@@ -542,7 +542,7 @@ def build_notes(results: EvaluationResultsProtocol) -> list[str]:
         lines.append(f"TTFT and TPOT: medians of {pluralize(settings.repeats, 'run')} after a warm-up.")
     if any(row.attention_seconds is not None for row in rows):
         lines.append("Attention: scores, softmax and values of all layers in a step of one token, profiled apart.")
-    lines += _iter_explanations(rows)
+    lines += _iter_explanations(rows, results.model.cache_dtype)
     lines += [to_single_line(note) for note in results.notes]
     lines += [to_single_line(f"Not run: {refusal_text}") for refusal_text in describe_refusals(results.refused)]
     return lines
@@ -556,7 +556,7 @@ def describe_refusals(refusals: Sequence[Refusal]) -> list[str]:
     return [f"{'; '.join(group_labels)}: {reason}" for reason, group_labels in labels.items()]
 
 
-def _iter_explanations(rows: Sequence[ResultRow]) -> Iterator[str]:
+def _iter_explanations(rows: Sequence[ResultRow], cache_dtype: str) -> Iterator[str]:
     """Yield explanations of the columns that the table has."""
     num_documents = [
         row.versus_full.documents for row in rows if row.versus_full is not None and row.versus_full.low is not None
@@ -577,12 +577,14 @@ def _iter_explanations(rows: Sequence[ResultRow]) -> Iterator[str]:
     if not all(row.is_full for row in rows):
         yield "Change: relative to the full cache."
     if any(row.lossy_ratio is not None for row in rows):
+        kinds = sorted({str(row.lossless_dtype) for row in rows if row.lossy_ratio is not None and row.lossless_dtype})
+        kind_text = f", K and V as {' and '.join(kinds)}," if kinds else ""
         yield (
-            "Bytes/token: bytes kept over tokens of the text. LOSSY ratio: bytes of the full cache over bytes kept; "
-            "LOSSLESS ratio: bytes kept over bytes of their frames, decoded and compared."
+            f"Bytes/token: bytes kept{kind_text} over tokens of the text. LOSSY ratio: bytes of the full cache over "
+            "bytes kept; LOSSLESS ratio: bytes kept over bytes of their frames, decoded and compared."
         )
     if collect_runtime_stats(rows):
-        yield RUNTIME_COLUMNS_NOTE
+        yield f"{RUNTIME_COLUMNS_NOTE} Its bytes are of K and V in {cache_dtype}, the model's type."
     if any(row.rounded_first for row in rows):
         kinds = sorted({str(row.lossless_dtype) for row in rows if row.rounded_first})
         yield f"The frames hold {' and '.join(kinds)}: the cache was rounded before, which is LOSSY."

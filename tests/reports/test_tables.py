@@ -117,6 +117,7 @@ def test_notes_describe_the_measurement() -> None:
     assert lines[1] == "Model: tiny, K and V in float32, kvmnn 0.1.0."
     assert any("paired bootstrap" in line for line in lines)
     assert "The frames hold fp16: the cache was rounded before, which is LOSSY." in lines
+    assert any(line.startswith("Bytes/token: bytes kept, K and V as fp16, over tokens") for line in lines)
     assert lines[-2:] == ["b.txt is short.", "Not run: h2o 8: no attention"]
 
 

@@ -173,6 +173,24 @@ def test_transform_streams_say_lossy_and_keep_their_promise(
     assert not verify_layers(str(tmp_path / "streams"), kvmnn.open(other)).ok
 
 
+def test_layer_streams_list_losses_in_the_order_in_which_they_happened(tmp_path: Path, profile: Path) -> None:
+    cache = save_folder(tmp_path / "cache", make_cache(100, 5))
+    cast = {"schema": "kvmnn-loss", "schema_version": 1, "loss": "rounded by a cast: fp32 to fp16"}
+    (cache / "loss.json").write_text(json.dumps(cast))
+    options = LayerStreamOptions(codec="transform", profile=str(profile), settings={"kl": 0.01})
+    encoded = encode_layers(kvmnn.open(cache), tmp_path / "streams", options)
+    restored = restore_layers(str(tmp_path / "streams"), str(tmp_path / "back.npz"))
+    texts = [
+        str(encoded),
+        str(restored),
+        str(inspect_layers(str(tmp_path / "streams"))),
+        kvmnn.open(tmp_path / "streams").metadata["kvmnn.lossy"],
+    ]
+    for text in texts:
+        assert 0 < text.index("a cast: fp32") < text.index("K and V are rounded"), text
+        assert text.count("a cast: fp32") == 1
+
+
 def test_layer_streams_name_the_profile_that_is_missing(
     encoded: tuple[Path, Path], profile: Path, tmp_path: Path
 ) -> None:

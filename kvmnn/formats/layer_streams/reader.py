@@ -270,7 +270,7 @@ def restore_layers(
         exclude=source.files,
         threads=options.threads,
     )
-    losses = tuple(dict.fromkeys([*describe_losses(streams.document), *list_losses(streams.document.metadata)]))
+    losses = tuple(describe_losses(streams.document))
     return RestoreLayersResult(
         input=streams.folder,
         output=output,

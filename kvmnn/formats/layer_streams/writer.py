@@ -199,8 +199,9 @@ def describe_document(document: LayerStreamsDocument) -> list[str]:
 
 
 def describe_losses(document: LayerStreamsDocument) -> list[str]:
-    """Describe what K and V have lost, in streams that are lossy and before."""
+    """Describe what K and V have lost, before and then in streams that are lossy, in this order."""
     lines = [f"{LOSSY}: words dequantised from int8"] if document.is_dequantized else []
+    lines += list_losses(document.metadata)
     if document.is_lossy:
         cost = "not known: the profile has no sensitivities"
         if is_rounded_by_codec(document.metadata):
@@ -212,8 +213,7 @@ def describe_losses(document: LayerStreamsDocument) -> list[str]:
             if document.is_exact
             else f"{LOSSY}: {ROUNDED_TEXT}; KL divergence of the predictions: {cost}"
         )
-        return lines
-    return lines + list_losses(document.metadata)
+    return lines
 
 
 def _format_kl(kl: float) -> str:

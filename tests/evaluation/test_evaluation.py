@@ -122,7 +122,7 @@ def test_evaluate_budget_beyond_text_equals_full_cache(tiny, chunk):
     assert {row["policy"] for row in others} == set(POLICIES)
     quality = ("tokens", "nll", "perplexity", "accuracy", "bits_per_byte", "deep", "full_bytes", "frame_bytes")
     for row in others:
-        assert row["kind"] == "LOSSLESS"
+        assert row["kind"] == "not cut"
         assert {key: row[key] for key in quality} == {key: full[key] for key in quality}, row["label"]
         assert row["tokens_kept"] == [48] * 2
         assert (row["versus_full"]["nll"], row["versus_full"]["low"], row["versus_full"]["high"]) == (0, 0, 0)
@@ -294,7 +294,7 @@ def read_like(texts):
 def test_evaluate_prompt_policies_treat_first_chunk_as_prompt(tiny):
     wanted = expand_configurations(["knorm", "streaming_press"], [16])
     results = run(tiny(40, 1), wanted, model=tiny.model, tokens=40, **QUICK)
-    assert [row.kind for row in results.rows] == ["LOSSLESS"] * 3
+    assert [row.kind for row in results.rows] == ["LOSSLESS", "not cut", "not cut"]
     why = "it cuts the first step only, which has 1 token: expected a longer prompt"
     assert f"knorm 16; streaming_press 16: nothing was evicted: {why}." in results.notes
     results = run(tiny(40, 1), wanted, model=tiny.model, tokens=40, chunk=20, **QUICK)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from .._util.parallel import parallel_map, resolve_threads
 from ..arrays.layer_cache import LayerCache
+from ..arrays.positions import format_layers
 from ..dtypes import Bytes
 from ..errors import KvmnnError, OptionError
 from ..formats.layer_streams.codecs import decode_cache, find_largest_below
@@ -111,8 +112,15 @@ class LayerUnitEncoder:
         self.predicted_kl: float | None = None
         self.info = LayerUnitInfo(codec, profile.key)
         # layers with windows are not in a unit: those above them are encoded without them
-        if [cache.layer for cache in layers] != list(range(len(layers))):
+        numbers = [cache.layer for cache in layers]
+        if numbers != list(range(len(layers))):
             self._options["below"] = 0
+            try:
+                check_options(codec, self._options, profile)
+            except KvmnnError as error:
+                raise type(error)(
+                    f"{error}; units of {format_layers(numbers)} need them, as other layers are not in them"
+                ) from None
         self._plans: dict[int, StepPlan] = {}
         self._ready_units = ready_units
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # or every start would import its tables
     from ..reports.break_even import BreakEvenReport
 _LOSSY_TEXT = f"{LOSSY}: K and V are rounded (transform streams)"
 
-_STAT_HINT = " (store stat STORE TEXT has the nats expected, where known)"
+_STAT_HINT = "; store stat STORE TEXT has the nats expected, where known"
 _LISTING_HINT = "K and V are rounded, as stored or before (store stat STORE TEXT says which, and the nats expected)"
 
 

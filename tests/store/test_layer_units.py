@@ -596,3 +596,17 @@ def test_loss_of_a_profile_without_sensitivities_is_not_predicted(tmp_path: Path
         assert "all of them were stored already, and stay as they were rounded" in str(
             store.put(IDS, CACHES, model=MODEL)
         )
+
+
+@pytest.mark.parametrize("codec", ["profile", "transform"])
+def test_put_of_layers_with_gaps_says_which_tables_the_profile_lacks(tmp_path: Path, codec: str) -> None:
+    profile = transform_samples.create_profile(GEOMETRY, (2,))
+    layers = [CACHES[0], CACHES[2]]
+    if codec == "profile":
+        whole = make_profile()
+        tables = {name: table for name, table in whole.arrays.items() if name.split("/")[-2] not in ("0", "1")}
+        profile, layers = Profile(whole.info, tables), make_cache(20, "fp32")[1:]
+    with PrefixStore(tmp_path / "s", codec=codec, profile=profile) as store:
+        with pytest.raises(KvmnnError, match=r"below.* units of layers? [0-9, to]+ need them"):
+            store.put(list(range(layers[0].tokens)), layers, model=MODEL)
+        assert store.stats().units == 0

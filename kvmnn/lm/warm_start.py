@@ -235,6 +235,8 @@ class InitialCache:
     dtype: str
     #: Bytes of K and V of a token in each layer, in the input's types; None unless any of these is quantised.
     token_bytes: tuple[float, ...] | None = None
+    #: Whether K are MNN's int8 ones: without the maximum of each channel, which the engine alone has.
+    has_shifted_keys: bool = False
     #: Transforms to invert: names of `kvmnn.arrays.engine_transforms`, `UNDO_AUTO` or `UNDO_NONE`.
     inverted_transforms: tuple[str, ...] = ()
     #: Ids of all tokens seen; None if only their hash is known.
@@ -409,6 +411,7 @@ def read_initial_cache(
         tokens_seen=num_seen,
         dtype="/".join(cast.source for cast in casts),
         token_bytes=token_bytes,
+        has_shifted_keys=any(entry.array.code_bits for entry in arrays[::2]),
         ids=ids,
         ids_hash=ids_hash,
         sha256=sha256,

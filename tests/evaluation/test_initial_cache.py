@@ -159,6 +159,8 @@ def test_initial_cache_int8_of_mnn_counts_its_own_bits(
     source = open_source(tmp_path, packed=options)
     with read_initial_cache(source, read_model_interface(MODEL), ids) as start:
         assert start.token_bytes == (4 * 64 * (key_bits + value_bits) / 8,) * 6
+        with pytest.raises(SourceError, match="K of MNN's int8 caches lack the maximum of each channel"):
+            measured(start)
 
 
 @pytest.mark.slow

@@ -288,6 +288,7 @@ class DirectoryOutput(_StagedOutput):
             self._indexes += [name for name in ENCODING_INDEXES if name != index]
             for name in self._indexes[1:]:
                 self._check_available(self.target / name)
+        self._replaced_names: list[str] = []
         self._durable = durable
         self._is_merging = self.target.is_dir() and not replace_existing
         self._is_replacing = replace_existing and self.target.is_dir() and any(self.target.iterdir())
@@ -319,6 +320,10 @@ class DirectoryOutput(_StagedOutput):
             for name in names:
                 self._check_available(self.target / name)
 
+    def replace_files(self, names: Iterable[str]) -> None:
+        """With `force`, remove files called `names` when this is committed: they describe what it replaces."""
+        self._replaced_names += names
+
     def open_file(self, name: str) -> StagedFile:
         """Open a file called `name`, which may contain folders, and close the previous one."""
         self.check_names([name])
@@ -341,7 +346,7 @@ class DirectoryOutput(_StagedOutput):
                 _sync(self.target.parent, None)
             return
         self._close_and_sync()
-        for name in self._indexes if self.force else ():
+        for name in (*self._indexes, *self._replaced_names) if self.force else ():
             with wrap_os_errors(self.target / name):
                 (self.target / name).unlink(missing_ok=True)
         for file in sorted(self._files, key=lambda f: f.target.name == self._index):

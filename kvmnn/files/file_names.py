@@ -75,6 +75,11 @@ def is_directory_output(output: str) -> bool:
     return output.endswith(("/", os.sep)) or os.path.isdir(output)
 
 
+def is_folder_output(output: str, num_arrays: int) -> bool:
+    """Return whether as many arrays are written to a folder."""
+    return is_directory_output(output) or (num_arrays != 1 and not PurePath(output).suffix)
+
+
 def list_with_contents(paths: Iterable[str]) -> list[str]:
     """List paths, and the files directly in those that are directories."""
     all_paths = list(paths)

@@ -20,7 +20,7 @@ from ..bundle.passthrough import MAX_SIDECAR_BYTES, POSITIONS_NAME, SIDECAR_NAME
 from ..dtypes import Positions
 from ..errors import ManifestError, OutputError, SourceError
 from ..files.atomic import DirectoryOutput
-from ..files.file_names import COMPLETENESS_FILE, LOSS_FILE
+from ..files.file_names import COMPLETENESS_FILE, FOLDER_FILES, LOSS_FILE
 from ..files.schema import JsonReader, parse_document, read_bounded
 
 LOSS_SCHEMA: Final = "kvmnn-loss"
@@ -145,8 +145,12 @@ def collect_folder_sidecars(metadata: Mapping[str, str], label: str) -> dict[str
 
 
 def write_sidecars(directory: DirectoryOutput, metadata: Mapping[str, str] | None) -> list[str]:
-    """Write sidecars into a directory of arrays and read them back; return their names. The caller commits."""
+    """Write sidecars into a directory of arrays and read them back; return their names. The caller commits.
+
+    Those of arrays that are replaced go: their ids would be taken for those of the new ones.
+    """
     files = collect_folder_sidecars(metadata or {}, str(directory.target))
+    directory.replace_files(name for name in FOLDER_FILES if name not in files)
     for name, data in files.items():
         file = directory.open_file(name)
         file.write(data)

@@ -21,7 +21,7 @@ from ..arrays.source import COMPLETENESS_KEY, LOSSY_KEY, SIDECAR_KEY, WHOLE_FILE
 from ..bundle.passthrough import TOKEN_IDS_NAME, remove_sidecar
 from ..errors import KvmnnError, OutputError, UnsuitableOptionError
 from ..files.atomic import DirectoryOutput, FileOutput, StagedFile
-from ..files.file_names import FOLDER_FILES, is_directory_output, make_file_names
+from ..files.file_names import FOLDER_FILES, is_directory_output, is_folder_output, make_file_names
 from ..files.mapped_file import MappedFile, iter_file_chunks
 from . import npy
 from .base import ArrayChunks, ArrayWriter, FileFormat, mark_first_chunks
@@ -166,7 +166,7 @@ def build_output_metadata(source: Source, output: str) -> dict[str, str]:
 def _fit_output_metadata(source: Source, output: str) -> tuple[dict[str, str], bool]:
     """Return the metadata, and whether more than the completeness fits."""
     full_metadata = dump_metadata(source)
-    if _is_folder_output(output, len(source)):
+    if is_folder_output(output, len(source)):
         # A Zarr store has what a packed cache says of its tokens, and its arrays become plain ones.
         info = source.cache or parse_cache_info(source.metadata, " ".join(source.inputs))
         positions = {} if SIDECAR_KEY in full_metadata else build_packed_positions_sidecar(info)
@@ -210,11 +210,6 @@ def list_lost_information(source: Source, output: str) -> Iterator[str]:
         yield f"{output} does not say which tokens of which text it holds: .safetensors and folders of arrays do"
     if COMPLETENESS_KEY in dump_metadata(source) and not is_folder and not (is_npz and build_comment(stored_metadata)):
         yield f"{output} does not record which state of the model it lacks: .safetensors, .npz and folders do"
-
-
-def _is_folder_output(output: str, num_arrays: int) -> bool:
-    """Return whether as many arrays are written to a folder."""
-    return is_directory_output(output) or (num_arrays != 1 and not PurePath(output).suffix)
 
 
 def list_stale_files(folder: str, files: Sequence[str], metadata: Mapping[str, str] | None) -> Iterator[str]:
@@ -284,7 +279,7 @@ def write_arrays(
         When the format cannot store the arrays, a file exists, a file cannot be written, or it does not read back
         (`ReadBackError`).
     """
-    if _is_folder_output(output, len(arrays)):
+    if is_folder_output(output, len(arrays)):
         hashing_chunks = HashingIterator(chunks, len(arrays))
         with DirectoryOutput(output, force=force, exclude=exclude, durable=not compare_with) as directory:
             files = write_npy_folder(directory, arrays, chunks if hashes or compare_with else hashing_chunks)

@@ -30,9 +30,11 @@ from ..arrays.layers import (
 )
 from ..arrays.opaque_state import MAX_STATE_AXES, MAX_STATE_NAME_CHARS, OpaqueState, include_states
 from ..arrays.positions import describe_windows, find_window_layers
-from ..arrays.source import LOSSY_KEY, ROUNDED_TEXT, Source, join_losses
+from ..arrays.source import LOSSY_KEY, ROUNDED_TEXT, SIDECAR_KEY, Source, join_losses
+from ..bundle.passthrough import TOKEN_IDS_NAME, dump_sidecars
 from ..dtypes import PARTS, Elements, Indices, Positions, parse_dtype
 from ..errors import KvmnnError, ManifestError, OptionError, SourceError
+from ..files.file_names import is_folder_output
 from ..files.schema import Record, parse_document
 from ..formats.sidecars import read_positions_by_layer, read_positions_sidecar, read_sidecar
 from ..packed.cache_info import TokenIdsFingerprint
@@ -371,6 +373,9 @@ def write_prefix(
     if name is None and capacity is None and geometry in (None, PackedGeometry()):
         source.arrays = [*arrays, *build_state_arrays(prefix.states)]
         source.metadata |= encode_states_metadata(prefix.states)
+        if prefix.completeness is None and is_folder_output(str(output), len(source.arrays)):  # dumps have them, too
+            ids_text = json.dumps(list(map(int, token_ids[: prefix.tokens]))) + "\n"
+            source.metadata[SIDECAR_KEY] = dump_sidecars({TOKEN_IDS_NAME: ids_text.encode()})
         from ..formats.mnn import unpack  # packing needs more modules, which take longer than to decode a short prefix
 
         written = unpack(source, output, force=force, is_in_memory=True)

@@ -697,6 +697,23 @@ def test_store_messages_are_rendered_by_the_chat_template(here: Path, run) -> No
     )
 
 
+def test_store_get_into_a_folder_has_its_token_ids_and_none_of_before(here: Path, run) -> None:
+    """Ids and positions of a dump that lay there would be taken for those of K and V that replace it."""
+    ids = ("--token-ids", "long.json")
+    run("store", "put", "S", "long.npz", *ids, "--fingerprint", "m")
+    run("store", "get", "S", *ids, "-o", "kv/")
+    assert json.loads(Path("kv/token_ids.json").read_text()) == IDS
+    Path("kv/token_ids.json").write_text(json.dumps(IDS[::-1]))
+    for name in ("loss.json", "positions.json"):
+        Path("kv", name).write_text("{}")
+    got = run("store", "get", "S", *ids, "-o", "kv/", "-f")
+    assert "lay there" not in got.err and not {"loss.json", "positions.json"} & {
+        path.name for path in Path("kv").iterdir()
+    }
+    run("store", "put", "T", "kv", "--fingerprint", "m")
+    assert run("store", "match", "T", *ids).out == f"{len(IDS)}\n"
+
+
 @pytest.mark.parametrize("is_remote", [False, True], ids=["directory", "url"])
 def test_store_of_casts_says_lossy_of_what_it_returns(here: Path, run, is_remote: bool) -> None:
     """Whatever process gets it; exact texts of another precision stay LOSSLESS; the mark goes with the last unit."""

@@ -304,13 +304,15 @@ def test_sidecars_of_evicted_cache_are_kept_in_bundle(tmp_path: Path) -> None:
 
 
 def test_sidecars_existing_in_output_folder_are_noted(tmp_path: Path, run: Any) -> None:
-    """Old files are read with the new ones: arrays and positions of another cache."""
+    """Old arrays are read with the new ones; sidecars of the old ones go."""
     run("mnn", "unpack", cut_folder(tmp_path / "kv"), "-o", f"{tmp_path / 'out'}/")
     keys = np.ones((2, 3, 8), np.float16)
     np.savez(tmp_path / "one.npz", **{"layer_0.key": keys, "layer_0.value": keys})
     run("encode", tmp_path / "one.npz", "-o", tmp_path / "one.frames")
     run("encode", tmp_path / "one.npz", "-o", tmp_path / "one.zarr")
-    said = "out/: layer_1.key.npy and 3 more lay there before, and what reads the folder takes them for a part of it"
+    said = "out/: layer_1.key.npy and 1 more lay there before, and what reads the folder takes them for a part of it"
+    assert {"positions.json", "token_ids.json"} <= {path.name for path in (tmp_path / "out").iterdir()}
     for verb, made in (("mnn unpack", "one.npz"), ("decode", "one.frames"), ("decode", "one.zarr")):
         assert said in run(verb, tmp_path / made, "-o", f"{tmp_path / 'out'}/", "-f").err.replace("\n", " ")
+    assert not {"positions.json", "token_ids.json"} & {path.name for path in (tmp_path / "out").iterdir()}
     assert "lay there" not in run("mnn", "unpack", tmp_path / "kv", "-o", f"{tmp_path / 'out'}/", "-f").err

@@ -519,6 +519,7 @@ def parse_command_line(words: list[str]) -> argparse.Namespace:
         _check_replaced_options(command_name, own_words)
         order = sort_words(subparser, own_words)
         if order.unknown and not {*HELP_OPTIONS} & {*order.options}:
+            subparser.narrow_to_action(next(iter(order.positional), ""))
             _refuse_words(subparser, order.unknown)
         arguments, extra_words = parser.parse_known_args([*command_words, *order.to_words()])
         if extra_words:
@@ -603,8 +604,9 @@ _NEGATIVE_NUMBER_REGEX = re.compile(r"-[0-9.][0-9.,:eE+-]*")  # lists as well, s
 
 
 def _refuse_words(parser: argparse.ArgumentParser, words: list[str]) -> NoReturn:
-    """Refuse words that a verb does not take."""
-    option_names = [option for action in parser._actions for option in action.option_strings]
+    """Refuse words that a verb does not take; name an option that the help shows, if one is near."""
+    shown_actions = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+    option_names = [option for action in shown_actions for option in action.option_strings]
     parser.error(f"unrecognized arguments: {' '.join(words)}{suggest(words[0].partition('=')[0], option_names)}")
 
 
@@ -715,12 +717,14 @@ class CommandParser(argparse.ArgumentParser):
 
     def narrow_help(self, namespace: argparse.Namespace) -> None:
         """Restrict the help to the action in a namespace, if there is one."""
-        if self._action_help is None:
+        if self._action_help is not None:
+            self.narrow_to_action(str(getattr(namespace, self._action_help.dest, None)))
+
+    def narrow_to_action(self, word: str) -> None:
+        """Restrict the help to an action, if there is one of this name."""
+        if self._action_help is None or word not in self._action_help.options:
             return
         dest, options, describe = self._action_help
-        word = str(getattr(namespace, dest, None))
-        if word not in options:
-            return
         self.description = describe(word)
         self.examples = tuple(text for text in self.examples if text.startswith(f"{self.prog} {word} "))
         hidden_names = {name for names in options.values() for name in names} - set(options[word])

@@ -25,7 +25,9 @@ def _parse_sizes(text: str) -> tuple[int, ...]:
 def _parse_policies(text: str) -> tuple[str, ...]:
     policies = tuple(dict.fromkeys(text.split(",")))
     if not set(policies) <= set(_POLICIES):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected some of {','.join(_POLICIES)}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: expected some of {','.join(_POLICIES)} (simulate), or lru or benefit (put, import)"
+        )
     return policies
 
 

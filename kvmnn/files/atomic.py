@@ -105,7 +105,10 @@ def wrap_os_errors(target: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except OSError as exc:
-        raise OutputError(f"{os.fspath(target)}: cannot be written: {exc.strerror or exc}") from exc
+        folder, reason = Path(target).parent, exc.strerror or str(exc)
+        if exc.errno == errno.ENOENT and not folder.exists():
+            reason = f"its folder {folder} does not exist"
+        raise OutputError(f"{os.fspath(target)}: cannot be written: {reason}") from exc
 
 
 class _StagedOutput:

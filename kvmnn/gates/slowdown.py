@@ -15,7 +15,8 @@ from statistics import fmean, median
 from typing import Literal, get_args
 
 from .._util.text import pluralize
-from ..errors import OutputError, SourceError
+from ..errors import SourceError
+from ..files.atomic import wrap_os_errors
 from ..files.schema import loads_strict, read_bounded
 from .case_inputs import MetricRows
 from .logs import get_number
@@ -193,11 +194,8 @@ def append_to_history(
         return False
     now = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
     entry = {"ts_utc": now, "key": key, "decode_best": decode_best, "overall_pass": has_passed, "summary": summary}
-    try:
-        with open(history, "a", encoding="utf-8") as history_file:
-            history_file.write(json.dumps(entry) + "\n")
-    except OSError as error:
-        raise OutputError(f"{os.fspath(history)}: cannot be written: {error.strerror or error}") from error
+    with wrap_os_errors(history), open(history, "a", encoding="utf-8") as history_file:
+        history_file.write(json.dumps(entry) + "\n")
     return True
 
 

@@ -466,7 +466,7 @@ class PinResult(Record):
     is_lossy: bool = field(default=False, metadata={"omit": True})
 
     def __str__(self) -> str:
-        state_text = "pinned" if self.pinned else "not pinned"
+        state_text = "pinned" if self.pinned else "unpinned" if self.was_pinned else "not pinned"
         unchanged_text = " as before" if self.pinned == self.was_pinned else ""
         token_text = _pluralize(self.tokens, "token", is_lossy=self.is_lossy)
         return f"{token_text}{_format_dtypes(self.dtypes)}: {state_text}{unchanged_text}"

@@ -192,7 +192,7 @@ def test_jobs_failed_files_leave_no_folders(here, capsys):
         ("verify --jobs 2 in", 1, "in: nothing there that kvmnn verify reads"),
         ("measure --jobs 2 in --resume in", 1, "in: cannot be written: Is a directory"),
         ("measure --jobs 2 in --resume in/a.npz", 1, "in/a.npz: line 1 is not of a run over many files"),
-        ("measure --jobs 2 in --resume gone/r", 1, "gone/r: cannot be written: No such file or directory"),
+        ("measure --jobs 2 in --resume gone/r", 1, "gone/r: cannot be written: its folder gone does not exist"),
     ],
 )
 def test_jobs_invalid_requests_are_refused_first(here, capsys, argv, code, message):

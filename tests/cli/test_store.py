@@ -126,6 +126,12 @@ def test_store_get_notes_the_dtype_it_used(here: Path, run) -> None:
     assert (said.out, said.err) == ("30\n", "")
     said = run("store", "get", "S", "--token-ids", "long.json", "-o", "back.npz")
     assert said.out.startswith("50 of 50 tokens, fp16: ") and said.err.endswith(note)
+    (line,) = (line for line in run("store", "ls", "S").out.splitlines() if " fp16 " in line)
+    for action in (["match"], ["get", "-o", "none.npz"], ["export", "-o", "none.kv"], ["rm"], ["pin"], ["stat"]):
+        refused = run("store", action[0], "S", line.split()[0], *action[1:], "--dtype", "fp32", code=2)
+        assert "is a text in fp16, not in fp32: leave --dtype out" in refused.err
+    assert not Path("none.npz").exists() and not Path("none.kv").exists()
+    assert run("store", "match", "S", line.split()[0], "--dtype", "fp16").out == "50\n"
     said = run(
         "store", "get", "S", "--token-ids", "long.json", "-o", "back.npz", "--dtype", "fp32", "--json", "--force"
     )
@@ -140,8 +146,8 @@ def test_store_get_notes_the_dtype_it_used(here: Path, run) -> None:
     said = run("store", "export", "T", "--token-ids", "short.json", "-o", "one.file")
     assert said.err == "kvmnn: note: taken in fp32, which has 30 tokens; stored as well: 30 in fp16 (--dtype)\n"
     assert run("store", "pin", "T", "--token-ids", "short.json").out == "30 tokens in fp32 and fp16: pinned\n"
-    assert run("store", "unpin", "T", "--token-ids", "short.json", "--dtype", "fp16").out == "30 tokens: not pinned\n"
-    assert run("store", "unpin", "T", "--token-ids", "short.json").out == "30 tokens: not pinned\n"
+    assert run("store", "unpin", "T", "--token-ids", "short.json", "--dtype", "fp16").out == "30 tokens: unpinned\n"
+    assert run("store", "unpin", "T", "--token-ids", "short.json").out == "30 tokens: unpinned\n"
     assert " in fp32 and fp16" in run("store", "rm", "T", "--token-ids", "short.json").out
     assert run("store", "ls", "T").out == "no texts\n"
 
@@ -246,7 +252,7 @@ def test_store_stat_ls_pin_rm_gc_export_import(here: Path, run) -> None:
     assert "above the limit, of texts that are pinned" in run("store", "gc", "S", "--size-limit", "9", code=1).out
     document = json.loads(run("store", "gc", "S", "--size-limit", "9", "--json", code=1).out)
     assert document["error"] == document["kept"] and document["excess_bytes"] > 0
-    assert run("store", "unpin", "S", "--token-ids", "long.json").out == "50 tokens: not pinned\n"
+    assert run("store", "unpin", "S", "--token-ids", "long.json").out == "50 tokens: unpinned\n"
     run("store", "export", "S", "--token-ids", "long.json", "-o", "long.prefix")
     run("store", "import", "T", "long.prefix", "--size-limit", "1M")
     assert run("store", "match", "T", "--token-ids", "long.json").out == "50\n"
@@ -624,7 +630,7 @@ def test_store_actions_take_handle_label_or_ids(here: Path, run, naming: str) ->
     assert run("store", "match", "S", *name).out == "50\n"
     assert run("store", "pin", "S", *name).out == "50 tokens: pinned\n"
     assert "pinned" in run("store", "stat", "S", *name).out
-    assert run("store", "unpin", "S", *name).out == "50 tokens: not pinned\n"
+    assert run("store", "unpin", "S", *name).out == "50 tokens: unpinned\n"
     assert run("store", "get", "S", *name, "-o", "back.npz").out.startswith("50 of 50 tokens")
     assert run("store", "export", "S", *name, "-o", "long.kv").out.startswith("long.kv: 50 tokens")
     for label, expected in (((), "the long one"), (("--label", "mine"), "mine")):

@@ -99,6 +99,7 @@ def test_options_before_arguments_parse_in_every_verb() -> None:
         ("encode --hlep", "unrecognized arguments: --hlep (did you mean '--help'?)"),
         ("encode --effrot=fast", "unrecognized arguments: --effrot=fast (did you mean '--effort'?)"),
         ("store put S --modle M C", "unrecognized arguments: --modle (did you mean '--model'?)"),
+        ("store match S --polcy lru", "unrecognized arguments: --polcy (see kvmnn store --help)"),
         ("encode a -o x/ --nonsense b", "unrecognized arguments: --nonsense (see kvmnn encode --help)"),
         ("encode -Z a", "unrecognized arguments: -Z"),
         ("encode --t 3 a", "ambiguous option: --t"),

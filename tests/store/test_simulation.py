@@ -107,7 +107,7 @@ def test_simulator_finds_what_a_real_store_finds(requests, policy, tmp_path, mon
             [20],
         ),
         ([mooncake_line(9, "a", "b") | {"block_tokens": 8}], "kvmnn", 8, [9]),
-        ([{"token_ids": [5, 6, 7]}, {"token_ids": []}], "tokens", 1, [3, 0]),
+        ([{"token_ids": [5, 6, 7]}, {"token_ids": [1]}], "tokens", 1, [3, 1]),
         (["[5, 6]", "5 6 7", "5,6,7"], "tokens", 1, [2, 3, 3]),
         ([mooncake_line(512, 1 << 63)], "mooncake", 512, [512]),
     ],
@@ -129,6 +129,8 @@ def test_read_trace_detects_formats(lines, trace_format, symbol_tokens, tokens, 
         ([mooncake_line(512, 1.5)], "a hash is 1.5"),
         ([{"token_ids": [-1]}], "expected token ids from 0"),
         ([{"token_ids": ["a"]}], "expected token ids from 0"),
+        ([{"token_ids": [5]}, {"token_ids": []}], "line 2: expected 1 to 16,777,216 token ids, found 0"),
+        (["[]"], "line 1: expected 1 to 16,777,216 token ids, found 0"),
         ([mooncake_line(5, 1) | {"block_tokens": 0}], "block_tokens is 0"),
         (["[" * 100_000], "is no JSON"),
     ],
@@ -275,5 +277,5 @@ def test_simulate_command_prints_and_draws(run, tmp_path) -> None:
     assert "Ratios are those of" in shown
     assert "Sizes are MB." in shown and " 4.19 " in shown
     assert "needs --model-shape" in run("store", "simulate", path, code=2).err
-    assert "expected some of lru,benefit,belady" in run(*words, "--policy", "mru", code=2).err
+    assert "expected some of lru,benefit,belady (simulate), or lru" in run(*words, "--policy", "mru", code=2).err
     assert "says nothing to store simulate" in run(*words, "--token-ids", "1", code=2).err

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ..._util.text import pluralize, shorten_names
+from ..._util.validation import repr_short
 from .. import (
     break_even_options,
     console,
@@ -937,7 +938,7 @@ def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
     if is_creating and arguments.store_bytes == 0:
         raise UsageError(f"store {arguments.action} --size-limit 0: expected at least 1, or no bound")
     if is_creating and arguments.policies not in (None, ("lru",), ("benefit",)):
-        raise UsageError(f"store {arguments.action} --policy: expected lru or benefit")
+        raise UsageError(f"store {arguments.action} --policy {','.join(arguments.policies)}: expected lru or benefit")
     key = arguments.key = _load_key(arguments)
     new_folder = arguments.store if is_creating and _is_new_directory(arguments.store) else None
     if is_creating:  # of an input that cannot be read no store is made
@@ -988,7 +989,13 @@ def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
             try:
                 if takes_reference and arguments.inputs:
                     arguments.resolved = store.resolve(arguments.inputs[0])
-                    arguments.dtype = arguments.dtype or arguments.resolved.namespace.dtype
+                    dtype = arguments.resolved.namespace.dtype
+                    if arguments.dtype not in (None, dtype):
+                        raise UsageError(
+                            f"{arguments.store}: {repr_short(arguments.inputs[0])} is a text in {dtype}, not in "
+                            f"{arguments.dtype}: leave --dtype out, or name the other text (store ls)"
+                        )
+                    arguments.dtype = dtype
                 result_and_code: tuple[CommandResult, int] = STORE_ACTIONS[arguments.action](store, arguments)
             finally:
                 input_sources.report_notes(store.notes, arguments, "warning")

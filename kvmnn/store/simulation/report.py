@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..._util.text import LOSSY, compute_ratio, escape_control
+from ..._util.text import LOSSY, compute_ratio, escape_control, pluralize
 from ..._util.validation import repr_short
 from ...arrays.layer_cache import LayerCache
 from ...dtypes import parse_dtype
@@ -190,7 +190,7 @@ class SimulationReport(Record):
 
     def __str__(self) -> str:
         heading = (
-            f"{self.trace} ({self.format}): {self.requests:,} requests, {self.tokens:,} tokens; K and V of "
+            f"{self.trace} ({self.format}): {pluralize(self.requests, 'request')}, {self.tokens:,} tokens; K and V of "
             f"{self.model_shape}: {self.token_bytes:,} bytes a token"
         )
         unit, unit_bytes = self.choose_size_unit()

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from ..._util.text import escape_control
 from ..._util.validation import repr_short
 from ...errors import SourceError
+from ..namespace import MAX_TOKENS
 from ._kernel import number_prefixes
 
 MAX_LINE_BYTES = 64 << 20
@@ -91,6 +92,8 @@ def _read_requests(
         ids = document if isinstance(document, list) else document.get(_ID_KEYS[trace_format])
         if not isinstance(ids, list):
             raise SourceError(f"{where}: expected a list {_ID_KEYS[trace_format]!r}, found {repr_short(ids)}")
+        if trace_format == "tokens" and not 1 <= len(ids) <= MAX_TOKENS:
+            raise SourceError(f"{where}: expected 1 to {MAX_TOKENS:,} token ids, found {len(ids):,}")
         length = len(ids)
         if isinstance(document, dict) and trace_format != "tokens":
             declared_length = document.get("input_length")

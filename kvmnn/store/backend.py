@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from .._util.dataclass import dataclass
-from ..arrays.source import join_losses
 from ..dtypes import Bytes
 from ..errors import KvmnnError, ManifestError, OptionError, SourceError
 from ..files.schema import JsonReader, parse_document
@@ -284,6 +283,8 @@ class UnitSlice(NamedTuple):
     unit: int
     skip: int
     take: int
+    #: Whether a record past this machine says that the unit has a loss.
+    has_loss: bool = False
 
 
 class StateLocation(NamedTuple):
@@ -351,6 +352,8 @@ class NewUnit:
     staged: Path | bytes
     #: Checksums of the preceding blocks whose rows its streams refer to; empty if they refer to none.
     history_sums: tuple[int, ...] = ()
+    #: As in `Unit`.
+    has_loss: bool = False
 
 
 class ExceededLimit(NamedTuple):
@@ -476,11 +479,8 @@ class StoreBackend(Protocol):
     def find_unreadable(self, units: Sequence[int]) -> tuple[int, str] | None:
         """Return a unit that cannot be read, and why, as far as that is known without reading all of it, or None."""
 
-    def has_losses(self, namespace: Namespace, units: Sequence[int]) -> bool:
-        """Return whether K and V of any of these units are not those computed.
-
-        Of units past this machine, whether a loss of any in the namespace is recorded.
-        """
+    def has_losses(self, prefix_match: PrefixMatch) -> bool:
+        """Return whether K and V of any unit of a prefix are not those computed, by their heads or records."""
 
     def stage(self) -> AbstractContextManager[Staging]:
         """Open temporary storage for new units."""
@@ -572,9 +572,3 @@ class StoreBackend(Protocol):
 
     def close(self) -> None:
         """Flush pending records of last uses and release all resources; a second call does nothing."""
-
-
-def join_namespace_losses(backend: StoreBackend, namespaces: Iterable[Namespace], headers: Iterable[UnitHeader]) -> str:
-    """Return what K and V in some namespaces had lost before they were put; `headers` are of some of their units."""
-    losses = join_losses(*map(backend.get_loss, namespaces))
-    return losses or (UNREADABLE_LOSS if any(header.is_rounded for header in headers) else "")

@@ -303,20 +303,20 @@ class StoreVerifyResult(Record):
     beside: tuple[str, ...] = ()
     #: One line for an index, or settings, that were lost or damaged and rebuilt when the store was opened.
     anew: tuple[str, ...] = ()
-    #: Whether K and V of any unit are not those that were computed: rounded before they were put, or by it.
-    is_lossy: bool = field(default=False, metadata={"omit": True})
+    #: Units whose K and V are not those that were computed: rounded before they were put, or by it.
+    lossy_units: int = field(default=0, metadata={"omit": True})
 
     @property
     @json_key(before="units")
     def label(self) -> str | None:
         """Return ``LOSSY`` for rounded K and V, ``LOSSLESS`` where all units are those that were put, else None."""
-        return LOSSY if self.is_lossy else LOSSLESS if (self.units or self.states) and not self.damaged else None
+        return LOSSY if self.lossy_units else LOSSLESS if (self.units or self.states) and not self.damaged else None
 
     def __str__(self) -> str:
-        summary = (
-            f"{_pluralize(self.units, 'unit', is_lossy=self.is_lossy)}, {self.tokens:,} tokens, {self.bytes:,} "
-            f"bytes{_format_states(self.states)}"
-        )
+        is_mixed = 0 < self.lossy_units < self.units
+        unit_text = _pluralize(self.units, "unit", is_lossy=self.lossy_units > 0 and not is_mixed)
+        unit_text += f" ({self.lossy_units:,} {LOSSY})" if is_mixed else ""
+        summary = f"{unit_text}, {self.tokens:,} tokens, {self.bytes:,} bytes{_format_states(self.states)}"
         proof = "all of it decoded and compared with its checksums"
         summary += f": {self.label} ({proof})" if self.label == LOSSLESS else f": {proof}"
         summary = summary if self.units or self.states else "no units are stored"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from .._util.text import pluralize
+from .._util.text import LOSSY, pluralize
 from .._util.validation import repr_short, validate_int
 from ..arrays.layer_cache import LayerCache
 from ..arrays.opaque_state import OpaqueState
@@ -482,7 +482,7 @@ class PrefixStore:
         except BackendUnavailableError as error:
             result = PutResult(tokens=ids.size, known_tokens=0, notes=(str(error),), outage=True)
         if result.known_tokens and not result.outage:
-            note = self._describe_older_loss(namespace, loss, result.known_tokens)
+            note = self._describe_stored_part(namespace, ids, loss, result.known_tokens)
             result = replace(result, notes=(*result.notes, note) if note else result.notes)
         self._metrics.record_put(result)
         if result.removed_bytes:
@@ -497,18 +497,27 @@ class PrefixStore:
             if joined_loss != earlier_loss and len(joined_loss.encode()) <= _MAX_LOSS_BYTES:
                 self._with_retry(lambda: self._backend.save_loss(namespace, joined_loss))
 
-    def _describe_older_loss(self, namespace: Namespace, loss: str, known_tokens: int) -> str:
-        """Return a note where tokens that were stored before may have lost more than what was put; empty for none."""
+    def _describe_stored_part(self, namespace: Namespace, ids: Ids, loss: str, known_tokens: int) -> str:
+        """Return a note where tokens that were stored before have lost more or less than what was put; empty if not."""
+
+        def read_losses() -> tuple[bool, str]:
+            sequence = self._sequences.make_sequence(namespace, ids)
+            prefix_match = self._backend.find_prefix(sequence).take_prefix(known_tokens, sequence.block_tokens)
+            return self._backend.has_losses(prefix_match), self._backend.get_loss(namespace)
+
         try:
-            older_losses = self._with_retry(lambda: self._backend.get_loss(namespace)).split("; ")
+            has_loss, older_loss = self._with_retry(read_losses)
         except BackendUnavailableError:
             return ""
-        lost_more = [sentence for sentence in older_losses if sentence and sentence not in loss.split("; ")]
-        if not lost_more:
-            return ""
+        stay_text = f"{pluralize(known_tokens, 'token')} stay as they were stored before"
+        if not has_loss:
+            return f"{stay_text}, and have not lost what these K and V had lost: {loss}" if loss else ""
+        lost_more = [sentence for sentence in older_loss.split("; ") if sentence and sentence not in loss.split("; ")]
         return (
-            f"{pluralize(known_tokens, 'token')} stay as they were stored before, and some K and V of this model and "
-            f"precision had lost then what these have not: {'; '.join(lost_more)} (store rm of the text, then put)"
+            f"{stay_text}, and some K and V of this model and precision had lost then what these have not: "
+            f"{'; '.join(lost_more)} (store rm of the text, then put)"
+            if lost_more
+            else ""
         )
 
     def _delete_some_labels(self, key: bytes) -> None:
@@ -563,10 +572,7 @@ class PrefixStore:
             )
             if notes and not self._backend.read_only:
                 self._metrics.record_damages(len(notes))
-            units = stored.prefix_match.list_units()
-            is_lossy = namespace is not None and (
-                self.is_lossy or (bool(units) and self._backend.has_losses(namespace, units))
-            )
+            is_lossy = namespace is not None and (self.is_lossy or self._backend.has_losses(stored.prefix_match))
         except BackendUnavailableError as error:
             return MatchResult(tokens=0, asked=ids.size, notes=(str(error),), outage=True)
         return MatchResult(
@@ -936,6 +942,8 @@ class PrefixStore:
         if exported.is_rounded_once_more(put, ready_units):
             self._save_loss(namespace, f"{ROUNDED_TEXT} before they were put, of an exported sequence")
         put = exported.describe_import(put, ready_units)
+        if exported.loss and put.stored_bytes:
+            put = replace(put, notes=(*put.notes, f"{LOSSY}: {exported.loss}"))
         return self._save_label(label or file_label, put, namespace, ids, keep_label=label is None)
 
     def gc(self, max_bytes: int | None = None) -> CleanupResult:
@@ -954,7 +962,7 @@ class PrefixStore:
         result = self._with_retry(lambda: self._backend.verify(self._threads))
         if not self._backend.read_only:
             self._metrics.record_damages(len(result.damaged))
-        return replace(result, is_lossy=result.is_lossy or self.is_lossy)
+        return result
 
     def stats(self, *, all_namespaces: bool = False) -> StoreStats:
         """Return counts of what is stored, in this namespace or in all of them, and the hits of `get` so far."""

@@ -341,14 +341,6 @@ _STREAM_FLAGS_OFFSET, _ATTENTION_FLAG = 7, 1
 """In the header of a transform stream (docs/format-transform.md)."""
 
 
-def has_loss(data: Bytes) -> bool:
-    """Return whether the bytes are a unit whose K and V are not those that the model computed."""
-    try:
-        return parse_header(data).has_loss
-    except DamagedUnitError:
-        return False
-
-
 TABLES_MAGIC = b"KVMNNPT2"
 MAX_TABLE_TOKENS = 512
 """Shared tables are built from at most this many tokens."""

@@ -724,7 +724,7 @@ def _add_batch(
             staged = staging.write(unit.to_pieces())
             keys = sequence.keys[begin_block:end_block]
             nbytes = unit.nbytes + backend.unit_overhead_bytes
-            new_units[unit_index] = NewUnit(parent, begin_token, ids, keys, nbytes, staged)
+            new_units[unit_index] = NewUnit(parent, begin_token, ids, keys, nbytes, staged, has_loss=unit.has_loss)
 
         referenced_sums = unit_encoder.encode_batch(batch, sequence, stage_unit)
         ordered_units = [

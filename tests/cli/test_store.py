@@ -751,10 +751,10 @@ def test_store_of_casts_says_lossy_of_what_it_returns(here: Path, run, is_remote
         assert copied in said and unreadable in said
         assert copied in run("store", "export", store, *ids, "--dtype", "fp16", "-o", "text.kv", "-f").out
         matched = run("store", "match", store, *ids, "--dtype", "fp16").out
-        assert matched == ("50\n" if is_remote else "50 LOSSY\n")  # past this machine match reads no unit
+        assert matched == "50 LOSSY\n"
         assert "LOSSY before the put, some texts: K and V lost" in run("store", "stat", store).out
         verified = run("store", "verify", store).out
-        assert "LOSSY units" in verified and "LOSSLESS" not in verified
+        assert "2 units (1 LOSSY)" in verified and "LOSSLESS" not in verified
     record.write_bytes(loss_text)
     Path("exact.json").write_text(json.dumps([7, *range(100, 140)]))
     np.savez("short.npz", **arrays([7, *range(100, 140)]))
@@ -762,12 +762,14 @@ def test_store_of_casts_says_lossy_of_what_it_returns(here: Path, run, is_remote
     assert "LOSSLESS (" in run("store", "get", store, "--token-ids", "exact.json", "--dtype", "fp16", "-o", "y/").out
     run("store", "rm", store, "--token-ids", "exact.json")
     assert run("store", "match", store, *ids, "--dtype", "fp16").out == "50 LOSSY\n"
-    assert "LOSSY" in run("store", "ls", store).out
+    lossy_lines = [line for line in run("store", "ls", store).out.splitlines() if "50 tokens" in line]
+    assert sorted(("fp16" in line, "LOSSY" in line) for line in lossy_lines) == [(False, False), (True, True)]
+    assert "LOSSY" not in run("store", "match", store, *ids, "--dtype", "fp32").out
     stat = ("store", "stat", store, *ids, "--dtype", "fp16")
     assert "\n  LOSSY: rounded by a cast: fp32 to fp16\n" in run(*stat).out
     Path("text.kv").unlink()
     assert copied in run("store", "export", store, *ids, "--dtype", "fp16", "-o", "text.kv").out
-    run("store", "import", "T", "text.kv")
+    assert "LOSSY: rounded by a cast: fp32 to fp16" in run("store", "import", "T", "text.kv").out
     assert copied in run("store", "get", "T", *ids, "-o", "again/").out
     again = {**cast, "loss": "K and V are rounded; KL divergence of the predictions: 0.002 nats"}
     Path("rounded/loss.json").write_text(json.dumps(again))
@@ -775,8 +777,11 @@ def test_store_of_casts_says_lossy_of_what_it_returns(here: Path, run, is_remote
     run("store", "rm", store, *ids)
     run("store", "gc", store)
     run("store", "put", store, "long.npz", *ids, "--fingerprint", "m")
-    if not is_remote:  # values that may have been written just now stay in an object store
-        assert "LOSSLESS (" in run("store", "get", store, *ids, "-o", "exact/").out
+    Path("rounded/loss.json").write_text(json.dumps(cast))
+    said = run("store", "put", store, "rounded", *ids, "--fingerprint", "m").out
+    assert "have not lost what these K and V had lost: rounded by a cast: fp32 to fp16" in " ".join(said.split())
+    assert "LOSSY" not in run("store", "stat", store).out + run("store", "ls", store).out
+    assert "LOSSLESS (" in run("store", "get", store, *ids, "-o", "exact/").out
 
 
 def test_store_by_a_profile_says_lossy_in_every_action(here: Path, run) -> None:

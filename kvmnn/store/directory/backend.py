@@ -17,6 +17,7 @@ import numpy as np
 
 from ..._util.text import pluralize
 from ..._util.validation import repr_short
+from ...arrays.source import join_losses
 from ...dtypes import Bytes
 from ...errors import KvmnnError, ManifestError, OutputError, SourceError
 from ...files.atomic import wrap_os_errors
@@ -24,6 +25,7 @@ from ..backend import (
     CODEC_DESCRIPTIONS,
     MAX_BLOCK_TOKENS,
     STORE_POLICIES,
+    UNREADABLE_LOSS,
     AddResult,
     ConcurrentUpdateError,
     ExceededLimit,
@@ -37,7 +39,6 @@ from ..backend import (
     describe_lost_options,
     find_contradicting_codec,
     infer_settings,
-    join_namespace_losses,
     select_fitting,
 )
 from ..encryption import NO_CIPHER, StoreCipher, UnsealError, check_key_matches
@@ -309,8 +310,8 @@ class DirectoryBackend:
             if not self.recovery_files.has_tables(name):
                 raise DamagedUnitError("its tables are gone")
 
-    def has_losses(self, namespace: Namespace, units: Sequence[int]) -> bool:
-        return any(map(self._has_loss, units))
+    def has_losses(self, prefix_match: PrefixMatch) -> bool:
+        return any(map(self._has_loss, prefix_match.list_units()))
 
     def stage(self) -> StagedFiles:
         return self.files.stage()
@@ -691,14 +692,20 @@ class DirectoryBackend:
         )
         return settings
 
+    def _iter_headers(self, condition: str, max_units: int | None) -> Iterator[UnitHeader]:
+        """Yield the headers of units in an SQL condition: of all, or of the first and last, at most `max_units`."""
+        with self.index.begin_reading() as cursor:
+            units = cursor.list_numbers(f"SELECT id FROM unit WHERE tokens > 0 AND {condition} ORDER BY id", ())
+        if max_units is not None and len(units) > max_units:
+            units = [*units[: max_units // 2], *units[-(max_units // 2) :]]
+        for unit in units:
+            header = self.files.read_header(unit)
+            if header is not None:
+                yield header
+
     def _read_sampled_headers(self, max_units: int) -> list[UnitHeader]:
         """Return the headers of the first and the last units that were put, at most `max_units`."""
-        with self.index.begin_reading() as cursor:
-            units: set[int] = set()
-            for order in ("ASC", "DESC"):
-                query = f"SELECT id FROM unit WHERE tokens > 0 ORDER BY id {order} LIMIT ?"
-                units.update(cursor.list_numbers(query, (max_units // 2,)))
-        return [header for unit in sorted(units) if (header := self.files.read_header(unit)) is not None]
+        return list(self._iter_headers("1", max_units))
 
     def _has_loss(self, unit: int) -> bool:
         header = self.files.read_header(unit)
@@ -864,7 +871,7 @@ class DirectoryBackend:
             self.files.read_unit, find_holder, self.tables, self.profiles, self.block_tokens, threads
         )
         num_units = num_states = num_tokens = nbytes = last_unit = 0
-        has_loss = False
+        num_lossy = 0
         notes: list[str] = []
         lost_units: set[int] = set()
         while True:
@@ -895,7 +902,7 @@ class DirectoryBackend:
                 num_units += 1
                 num_tokens += unit.ids.size
                 nbytes += unit.nbytes + self.unit_overhead_bytes
-                has_loss |= unit.has_loss
+                num_lossy += unit.has_loss
             if not rows:
                 break
         recovery_notes = tuple(self._repair_recovery_files())
@@ -908,7 +915,7 @@ class DirectoryBackend:
             lost=len(lost_units),
             beside=recovery_notes,
             anew=tuple(self.rebuilt_notes),
-            is_lossy=has_loss,
+            lossy_units=num_lossy,
         )
 
     def _check_state_rows(self, unit_id: int, state: PrefixState, nbytes: int) -> None:
@@ -1021,6 +1028,10 @@ class DirectoryBackend:
             )
             by_space = [(self._parse_space(document), number) for document, number in rows]
         headers = self._read_sampled_headers(_MAX_SAMPLED_UNITS)
+        loss = join_losses(*(self.get_loss(namespace) for namespace, _ in by_space))
+        # a record may be of a text that was removed since: all heads are looked at then, else the first and last
+        rounded = self._iter_headers(own, None if loss else _MAX_SAMPLED_UNITS)
+        is_rounded = any(header.is_rounded or (loss and header.is_lossy) for header in rounded)
         return StoreStats(
             texts=num_sequences,
             units=num_units - num_states,
@@ -1037,7 +1048,7 @@ class DirectoryBackend:
             policy=self.policy,
             profile=self.settings.profile.key if self.settings.profile else "",
             is_lossy=self.settings.is_lossy or any(header.is_lossy for header in headers),
-            loss=join_namespace_losses(self, [namespace for namespace, _ in by_space], headers),
+            loss=(loss or UNREADABLE_LOSS) if is_rounded else "",
             attention_units=self._count_attention_units(own) if self.settings.is_lossy else None,
             asked_tokens=requested_tokens,
             found_tokens=hit_tokens,

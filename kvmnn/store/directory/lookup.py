@@ -129,7 +129,7 @@ class Lookup:
 
     def _iter_continuation(self, slices: Sequence[UnitSlice], next_ids: Ids) -> Iterator[UnitSlice]:
         """Yield the tokens that follow the last slice in its own unit."""
-        for unit, skip, take in slices[-1:]:
+        for unit, skip, take, _ in slices[-1:]:
             tokens = self.cursor.fetch_number("SELECT tokens FROM unit WHERE id = ?", (unit,))
             if tokens is not None and tokens > skip + take:
                 header = self.read_header(unit)

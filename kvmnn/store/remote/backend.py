@@ -336,7 +336,7 @@ class RemoteBackendBase:
             if not num_whole_blocks:
                 break
             self._cache_record_name(record, block_tokens)
-            slices.append(UnitSlice(record.unit, 0, num_whole_blocks * block_tokens))
+            slices.append(UnitSlice(record.unit, 0, num_whole_blocks * block_tokens, record.has_loss))
             num_blocks += num_whole_blocks
             num_extra = num_equal - num_whole_blocks * block_tokens
         next_ids = sequence.get_block(num_blocks)
@@ -370,6 +370,9 @@ class RemoteBackendBase:
         """Return None: `find_prefix` has looked for units, and more would need their bytes."""
         return None
 
+    def has_losses(self, prefix_match: PrefixMatch) -> bool:
+        return any(unit_slice.has_loss for unit_slice in prefix_match.slices)
+
     @contextmanager
     def stage(self) -> Iterator[_MemoryStaging]:
         """Keep new units in memory."""
@@ -393,7 +396,7 @@ class RemoteBackendBase:
             assert isinstance(new_unit.staged, bytes)
             data_by_name[make_unit_name(unit_id)] = new_unit.staged
             place = (namespace.key, new_unit.parent, unit_id, new_unit.nbytes, new_unit.start, new_unit.ids)
-            record = UnitRecord(*place, namespace.secret)
+            record = UnitRecord(*place, namespace.secret, has_loss=new_unit.has_loss)
             records[record.make_name(sequence.block_tokens)] = record
         superseded_tail = self._find_superseded_tail(new[0], sequence)
         dependencies = {f"spaces/{namespace.key.hex()}": self._encode_namespace(namespace)}
@@ -516,7 +519,7 @@ class RemoteBackendBase:
         num_fitting, exceeded_limit = self._count_fitting(sequence, [nbytes])
         if not num_fitting:
             return AddResult(0, 0, exceeded_limit=exceeded_limit)
-        record = StateRecord(*place, namespace.secret, state.raw_bytes)
+        record = StateRecord(*place, namespace.secret, raw_bytes=state.raw_bytes)
         name = record.make_name(sequence.block_tokens)
         dependencies = {
             f"spaces/{namespace.key.hex()}": self._encode_namespace(namespace),
@@ -910,7 +913,7 @@ class RemoteBackendBase:
             record = self._parse_usable_record(data, path, sequence)
             if record is not None:
                 self._cache_record_name(record, sequence.block_tokens)
-                yield UnitSlice(record.unit, 0, count_common_entries(record.ids, next_ids))
+                yield UnitSlice(record.unit, 0, count_common_entries(record.ids, next_ids), record.has_loss)
 
     def _parse_usable_record(self, data: bytes | None, name: str, sequence: TokenSequence) -> UnitRecord | None:
         record = parse_record_at(data, name, sequence.block_tokens, sequence.secret)

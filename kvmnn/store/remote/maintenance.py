@@ -16,10 +16,11 @@ import numpy as np
 
 from ..._util.text import pluralize
 from ..._util.validation import repr_short
+from ...arrays.source import join_losses
 from ...dtypes import Bytes
 from ...errors import KvmnnError, ManifestError, SourceError
 from ...files.schema import parse_document
-from ..backend import BackendUnavailableError, StoredText, join_namespace_losses
+from ..backend import UNREADABLE_LOSS, BackendUnavailableError, StoredText
 from ..encryption import UnsealError
 from ..namespace import (
     Ids,
@@ -44,7 +45,7 @@ from ..results import (
     explain_pinned_bytes,
     sum_by_namespace,
 )
-from ..unit import DamagedUnitError, UnitHeader, has_loss, parse_header
+from ..unit import DamagedUnitError, UnitHeader, parse_header
 from .backend import NAMES_PER_REQUEST, TABLES_FOLDER, RemoteBackendBase
 from .eviction import Pin, list_end_units, read_pins, read_uses, save_pin
 from .records import StateRecord, UnitRecord, make_unit_name
@@ -175,7 +176,7 @@ class RemoteBackend(RemoteBackendBase):
             lambda unit: self._read_unit(unit, cached_units), holders.get, self.tables, self.profiles, size, threads
         )
         num_units = num_states = num_tokens = nbytes = 0
-        is_lossy = False
+        num_lossy = 0
         notes: list[str] = []
         damaged: list[UnitRecord] = []
         lost_records: list[UnitRecord] = []
@@ -216,7 +217,7 @@ class RemoteBackend(RemoteBackendBase):
                 num_units += 1
                 num_tokens += unit.ids.size
                 nbytes += unit.nbytes + self.unit_overhead_bytes
-                is_lossy |= unit.has_loss
+                num_lossy += unit.has_loss
         if not self.read_only:
             self.delete_records([*damaged, *lost_records])
         return StoreVerifyResult(
@@ -236,7 +237,7 @@ class RemoteBackend(RemoteBackendBase):
                 ),
             ),
             anew=tuple(self.notes),
-            is_lossy=is_lossy,
+            lossy_units=num_lossy,
         )
 
     def _list_damaged_sessions(self) -> list[str]:
@@ -279,6 +280,8 @@ class RemoteBackend(RemoteBackendBase):
         unit_records = [record for record in all_records if not isinstance(record, StateRecord)]
         size = self.block_tokens
         headers = self._read_sampled_headers(unit_records)
+        rounded_keys = {record.namespace_key for record in unit_records if record.has_loss}
+        is_rounded = any(header.is_rounded for header in headers) or (bool(rounded_keys) and not self.settings.is_lossy)
         return StoreStats(
             texts=len(_select_end_records(all_records, size)),
             states=len(states),
@@ -299,7 +302,8 @@ class RemoteBackend(RemoteBackendBase):
             ignores_uses=not (self.key_values.has_cheap_touch or self.policy == "benefit"),
             profile=self.settings.profile.key if self.settings.profile else "",
             is_lossy=self.settings.is_lossy or any(header.is_lossy for header in headers),
-            loss=join_namespace_losses(self, namespaces.values(), headers),
+            loss=join_losses(*(self.get_loss(namespaces[key]) for key in sorted(rounded_keys)))
+            or (UNREADABLE_LOSS if is_rounded else ""),
             asked_tokens=requested_tokens,
             found_tokens=hit_tokens,
         )
@@ -339,8 +343,6 @@ class RemoteBackend(RemoteBackendBase):
         }
         labels = {text.key.hex(): label for label, text in self.iter_labels()}
         entries = []
-        is_lossy = self.settings.is_lossy or any(header.has_loss for header in self._read_sampled_headers(unit_records))
-        rounded_keys = {key for key, namespace in namespaces.items() if self.get_loss(namespace)}
         end_records = _select_end_records(valid_records, block_tokens)
         for record in sorted(end_records, key=lambda record: (-ticks[record.unit], -record.start)):
             namespace, tick = namespaces[record.namespace_key], ticks[record.unit]
@@ -359,7 +361,7 @@ class RemoteBackend(RemoteBackendBase):
                     last_ids=tuple(record.ids[-MAX_LAST_IDS:].tolist()),
                     key=key,
                     label=labels.get(key, ""),
-                    is_lossy=is_lossy or record.namespace_key in rounded_keys,
+                    is_lossy=self.settings.is_lossy or any(before.has_loss for before in path),
                 )
             )
         return StoreListing(texts=tuple(entries), bytes=sum(record.nbytes for record in valid_records))
@@ -374,12 +376,6 @@ class RemoteBackend(RemoteBackendBase):
             ids = _join_ids(list(_iter_ancestors(record, unit_records, record_by_key, size)))
             if ids is not None:
                 yield StoredText(namespaces[record.namespace_key], ids)
-
-    def has_losses(self, namespace: Namespace, units: Sequence[int]) -> bool:
-        cached = [self.get_cached(unit) for unit in units]
-        if any(data is not None and has_loss(data) for data in cached):
-            return True
-        return any(data is None for data in cached) and bool(self.get_loss(namespace))
 
     def save_loss(self, namespace: Namespace, loss: str) -> None:
         self.check_writable()

@@ -30,6 +30,8 @@ STATES_FOLDER_PREFIX = "states-"
 MAX_IDS_IN_NAME = 32
 """File systems limit the length of a name."""
 _RECORD_STRUCT = struct.Struct(f"<8s{KEY_BYTES}s{KEY_BYTES}s{KEY_BYTES}sQII")
+_LOSS_BIT = 1 << 31
+"""Of the number of tokens."""
 _CHECKSUM_STRUCT = struct.Struct("<Q")
 _TICK_STRUCT = struct.Struct("<Q")
 _USE_STRUCT = struct.Struct("<QQQ")
@@ -52,6 +54,8 @@ class UnitRecord:
     ids: Ids
     #: What the store hashes keys with.
     secret: bytes = field(default=b"", repr=False)
+    #: As in `Unit`.
+    has_loss: bool = False
 
     def make_name(self, block_tokens: int) -> str:
         """Return the name of the record."""
@@ -67,7 +71,8 @@ class UnitRecord:
 
     def _encode(self, magic: bytes, raw_bytes: bytes = b"") -> bytes:
         unit = self.unit.to_bytes(KEY_BYTES, "big")
-        fields = (magic, self.namespace_key, self.parent, unit, self.nbytes, self.start, self.ids.size)
+        tokens = self.ids.size | (_LOSS_BIT if self.has_loss else 0)
+        fields = (magic, self.namespace_key, self.parent, unit, self.nbytes, self.start, tokens)
         data = _RECORD_STRUCT.pack(*fields) + self.ids.astype("<u4").tobytes() + raw_bytes
         return data + _CHECKSUM_STRUCT.pack(integrity_checksum(data))
 
@@ -124,6 +129,7 @@ def parse_record(data: bytes | None, secret: bytes = b"") -> UnitRecord | None:
     if data is None or len(data) < _RECORD_STRUCT.size + _CHECKSUM_STRUCT.size:
         return None
     magic, namespace, parent, unit, nbytes, start, tokens = _RECORD_STRUCT.unpack_from(data)
+    has_loss, tokens = bool(tokens & _LOSS_BIT), tokens & ~_LOSS_BIT
     ids_end = _RECORD_STRUCT.size + 4 * tokens
     checksum_begin = ids_end + (_CHECKSUM_STRUCT.size if magic == STATE_RECORD_MAGIC else 0)
     if (
@@ -139,8 +145,8 @@ def parse_record(data: bytes | None, secret: bytes = b"") -> UnitRecord | None:
     unit_number = int.from_bytes(unit, "big")
     if magic == STATE_RECORD_MAGIC:
         (raw_bytes,) = _CHECKSUM_STRUCT.unpack_from(data, ids_end)
-        return StateRecord(namespace, parent, unit_number, nbytes, start, ids, secret, raw_bytes)
-    return UnitRecord(namespace, parent, unit_number, nbytes, start, ids, secret)
+        return StateRecord(namespace, parent, unit_number, nbytes, start, ids, secret, raw_bytes=raw_bytes)
+    return UnitRecord(namespace, parent, unit_number, nbytes, start, ids, secret, has_loss)
 
 
 def parse_record_at(data: bytes | None, name: str, block_tokens: int, secret: bytes = b"") -> UnitRecord | None:

@@ -115,7 +115,7 @@ def test_transform_store_says_lossy_and_rounds_as_streams_do(
         assert "LOSSY" in str(store.stats()) and "LOSSY" in str(store.ls())
         assert store.stats().to_dict()["is_lossy"] and store.ls().to_dict()["texts"][0]["is_lossy"]
         verified = store.verify()
-        assert (verified.damaged, verified.is_lossy) == ((), True)
+        assert (verified.damaged, verified.lossy_units) == ((), verified.units)
         assert str(verified).startswith(f"{verified.units} LOSSY units, 700 tokens")
         assert str(store.find(IDS, model=MODEL)) == "700 LOSSY" and str(store.find([5], model=MODEL)) == "0"
         assert str(store.pin(IDS, model=MODEL)) == "700 LOSSY tokens: pinned"
@@ -370,7 +370,7 @@ def test_units_say_lossy_whatever_the_settings_say(tmp_path: Path) -> None:
         assert store.get(IDS, model=MODEL).label == store.get_by_layer(IDS, model=MODEL).label == "LOSSY"
         assert store.get(others[0], model=MODEL).label is None
         assert store.find(IDS, model=MODEL).is_lossy and not store.find(others[0], model=MODEL).is_lossy
-        assert store.verify().is_lossy
+        assert store.verify().lossy_units
         assert {text.tokens: text.is_lossy for text in store.ls().texts} == {3: False, 700: True}
         assert store.stats().is_lossy
         with pytest.raises(KvmnnError, match=r"has LOSSY units, .* say codec dense: expected transform"):

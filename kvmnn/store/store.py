@@ -958,7 +958,10 @@ class PrefixStore:
         return self._with_retry(collect)
 
     def verify(self) -> StoreVerifyResult:
-        """Read, decode and compare all units; damaged ones are removed, with all units that follow them."""
+        """Read, decode and compare all units; damaged ones are removed, with all units that follow them.
+
+        Units of a directory whose model is lost, which no call can use, are named as damaged, and left to `gc`.
+        """
         result = self._with_retry(lambda: self._backend.verify(self._threads))
         if not self._backend.read_only:
             self._metrics.record_damages(len(result.damaged))

@@ -157,7 +157,7 @@ def test_verify_repairs_recovery_files(folder: Path, damage: str, encryption: st
     with PrefixStore(folder, read_only=True) as store:
         found = store.verify()
         assert len(found.beside) == 6 and "6 files next to the index damaged:" in str(found)
-        assert all("is lost or damaged: open the store for writing" in line for line in found.beside)
+        assert all("is lost or damaged: kvmnn store verify writes it again" in line for line in found.beside)
         assert beside(folder) == broken
     with PrefixStore(folder) as store:
         found = store.verify()
@@ -170,6 +170,42 @@ def test_verify_repairs_recovery_files(folder: Path, damage: str, encryption: st
         assert (store.stats().pinned, store.sessions()) == (2, ["chat ä", "other"])
         assert store.unpin(long[:66], model=MODEL).was_pinned
         assert [store.match(ids, model=MODEL) for ids in (*TEXTS, long)] == [20, 15, 10, 1, 40, 80]
+
+
+@pytest.mark.parametrize("read_only", [True, False])
+def test_verify_names_units_whose_namespace_is_lost(folder: Path, read_only: bool) -> None:
+    """One model of two is lost; what a killed put of the other left is no damage."""
+    with PrefixStore(folder) as store:
+        store.put(TEXTS[0], layers_of(TEXTS[0], seed=b"x"), model="another")
+    left_file = max(folder.glob("units/*/*.unit")).with_name(f"{4000:08x}.unit")
+    shutil.copy(min(folder.glob("units/*/*.unit")), left_file)
+    for path in [*folder.glob("index*"), *folder.glob("spaces/*.json")]:
+        path.unlink()
+    with PrefixStore(folder) as store:
+        assert "made again, with 0 units" in store.notes[0]
+        put(store, TEXTS[0])
+        store.put([5], layers_of([5], dtype="<f4"), model=MODEL)
+    with PrefixStore(folder, read_only=read_only) as store:
+        (path,) = (line.partition(": ")[0] for line in store.verify().damaged)
+        assert "1 unit damaged" in str(store.verify()) or "1 more unit damaged" in str(store.verify())
+        assert store.verify().damaged == (
+            f"{path}: cannot be used: is of a model whose document in spaces/ is lost (gc removes it)",
+        )
+        assert path != str(left_file)
+    with PrefixStore(folder) as store:
+        assert store.gc().other_files >= 2
+        assert store.verify().damaged == ()
+
+
+def test_put_writes_lost_namespace_again(folder: Path) -> None:
+    """Also a put of what is stored already."""
+    good = {path: path.read_bytes() for path in folder.glob("spaces/*.json")}
+    for path in good:
+        path.unlink()
+    with PrefixStore(folder) as store:
+        assert put(store, TEXTS[0]).known_tokens == 20
+    (path,) = folder.glob("spaces/*.json")
+    assert path in good
 
 
 def test_rebuild_index_parallel_openers_make_one(folder: Path) -> None:

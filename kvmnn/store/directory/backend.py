@@ -265,7 +265,10 @@ class DirectoryBackend:
         return self._cached_namespaces[1]
 
     def ensure_namespace(self, namespace: Namespace) -> None:
-        """Do nothing: the index contains the namespaces of its units."""
+        """Write the document of a namespace if it is lost: without it a loss of the index loses all its texts."""
+        if not self.read_only:
+            with suppress(OutputError):  # the index has the namespace: a full disk must not stop what stores nothing
+                self.recovery_files.save_namespace(namespace)
 
     def has_sequences(self, namespace: Namespace) -> bool:
         with self.index.begin_reading() as cursor:
@@ -905,6 +908,7 @@ class DirectoryBackend:
                 num_lossy += unit.has_loss
             if not rows:
                 break
+        notes += self._list_orphaned_units()
         recovery_notes = tuple(self._repair_recovery_files())
         return StoreVerifyResult(
             units=num_units,
@@ -917,6 +921,24 @@ class DirectoryBackend:
             anew=tuple(self.rebuilt_notes),
             lossy_units=num_lossy,
         )
+
+    def _list_orphaned_units(self) -> list[str]:
+        """Name the intact units that an index without their namespace, whose document is lost too, cannot refer to.
+
+        What a killed put left, or a running one is about to add, has its document: a put writes that first.
+        """
+        paths = list(self.files.iter_unknown_files(set()))
+        with self.index.begin_reading() as cursor:
+            unit_ids = set(cursor.list_numbers("SELECT id FROM unit"))
+            namespace_keys = {key for (key,) in cursor.iter_rows(tuple[Key], "SELECT key FROM space")}
+        namespace_keys.update(namespace.key for namespace in self.recovery_files.iter_namespaces())
+        notes = []
+        for path in paths:
+            unit_id = int(path.stem, 16)
+            header = None if unit_id in unit_ids else self.files.read_header(unit_id)
+            if header is not None and header.namespace_key not in namespace_keys:
+                notes.append(f"{path}: cannot be used: is of a model whose document in spaces/ is lost (gc removes it)")
+        return notes
 
     def _check_state_rows(self, unit_id: int, state: PrefixState, nbytes: int) -> None:
         """Raise the errors of `_check_unit_rows` for a state unit."""
@@ -958,7 +980,9 @@ class DirectoryBackend:
         # a writing transaction: no other process pins meanwhile
         with self.index.begin_reading() if is_read_only else self.index.begin_writing() as cursor:
             damaged_paths = self.recovery_files.repair(self._iter_recoverable_entries(cursor), write=not is_read_only)
-        action_text = "open the store for writing (kvmnn store verify)" if is_read_only else "written again"
+        action_text = "written again"
+        if is_read_only:
+            action_text = "kvmnn store verify writes it again (without --dry-run, with permission to write)"
         return [f"{path}: is lost or damaged: {action_text}" for path in damaged_paths]
 
     def _iter_recoverable_entries(self, cursor: ValidatingCursor) -> Iterator[Namespace | SavedSequence]:

@@ -501,9 +501,12 @@ class PrefixStore:
         """Return a note where tokens that were stored before have lost more or less than what was put; empty if not."""
 
         def read_losses() -> tuple[bool, str]:
+            older_loss = self._backend.get_loss(namespace)
+            if not (loss or older_loss):
+                return False, ""
             sequence = self._sequences.make_sequence(namespace, ids)
             prefix_match = self._backend.find_prefix(sequence).take_prefix(known_tokens, sequence.block_tokens)
-            return self._backend.has_losses(prefix_match), self._backend.get_loss(namespace)
+            return self._backend.has_losses(prefix_match), older_loss
 
         try:
             has_loss, older_loss = self._with_retry(read_losses)

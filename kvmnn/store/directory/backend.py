@@ -930,7 +930,7 @@ class DirectoryBackend:
         paths = list(self.files.iter_unknown_files(set()))
         with self.index.begin_reading() as cursor:
             unit_ids = set(cursor.list_numbers("SELECT id FROM unit"))
-            namespace_keys = {key for (key,) in cursor.iter_rows(tuple[Key], "SELECT key FROM space")}
+            namespace_keys: set[bytes] = {key for (key,) in cursor.iter_rows(tuple[Key], "SELECT key FROM space")}
         namespace_keys.update(namespace.key for namespace in self.recovery_files.iter_namespaces())
         notes = []
         for path in paths:

@@ -638,14 +638,16 @@ class StoreStats(Record):
             f"{self.tokens:,} tokens{_format_states(self.states)}",
             f"  {self.raw_bytes:,} -> {self.bytes:,} bytes" + (f", ratio {self.ratio:.4f}" if self.bytes else ""),
             f"  {self.pinned:,} pinned, {pluralize(self.sessions, 'session')}, codec {self.codec}, "
-            f"policy {self.policy}"
-            + (", of the uses by processes with a limit alone (object store)" if self.ignores_uses else ""),
+            f"policy {self.policy}",
         ]
+        lines += ["  uses are those by processes with a limit alone (object store)"] if self.ignores_uses else []
         lines += [] if self.index_bytes is None else [f"  index of the whole store {self.index_bytes:,} bytes"]
         options_text = ", ".join(f"{name}={value:g}" for name, value in self.codec_options.items())
         lines += [f"  codec options {options_text}"] if options_text else []
         lines += [f"  {_LOSSY_TEXT}{_STAT_HINT}"] if self.is_lossy else []
-        lines += [f"  {LOSSY} before the put, some texts: {escape_control(self.loss)}"] if self.loss else []
+        if self.loss:
+            loss_text = f"{LOSSY} before the put, some texts: {escape_control(self.loss)}"
+            lines += textwrap.wrap(loss_text, 80, initial_indent="  ", subsequent_indent="    ")
         if self.attention_units is not None:
             lines.append(f"  {self.attention_units:,} of {pluralize(self.units, 'unit')} with steps by attention")
         lines += [f"  its units need the profile {self.profile[:16]}"] if self.profile else []

@@ -753,6 +753,7 @@ def test_store_of_casts_says_lossy_of_what_it_returns(here: Path, run, is_remote
         matched = run("store", "match", store, *ids, "--dtype", "fp16").out
         assert matched == "50 LOSSY\n"
         assert "LOSSY before the put, some texts: K and V lost" in run("store", "stat", store).out
+        assert max(map(len, run("store", "stat", store).out.splitlines())) <= 80
         verified = run("store", "verify", store).out
         assert "2 units (1 LOSSY)" in verified and "LOSSLESS" not in verified
     record.write_bytes(loss_text)

@@ -187,7 +187,7 @@ def test_object_store_uses_without_limit_count_by_benefit_alone(new_url, run, tm
     run("store", "get", url, "--token-ids", "1,5,5", "-o", tmp_path / "back.npz")
     is_counted = policy == "benefit"
     assert (read_uses(url) != before) == is_counted
-    assert ("of the uses by processes with a limit alone" in run("store", "stat", url).out) != is_counted
+    assert ("uses are those by processes with a limit alone" in run("store", "stat", url).out) != is_counted
 
 
 def read_uses(url: str) -> dict[str, bytes]:

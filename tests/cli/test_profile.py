@@ -110,6 +110,28 @@ def test_profile_make_options_that_contradict_each_other(run, words, message) ->
     assert message in run("profile make", *words, code=2).err
 
 
+def test_layer_streams_results_name_the_bytes_that_the_ratio_leaves_out(run, work, tmp_path) -> None:
+    codec, profile_bytes = f"profile:{work / 'p.kvmp'}", (work / "p.kvmp").stat().st_size
+    encoded = run("encode", work / "kv", "-o", tmp_path / "s/", "--codec", codec).out
+    document = json.loads(run("encode", work / "kv", "-o", tmp_path / "t/", "--codec", codec, "--json").out)
+    document_bytes = (tmp_path / "t" / "layers.json").stat().st_size
+    sizes = document["model_profile_bytes"], document["document_bytes"], document["profile_bytes"]
+    assert sizes == (profile_bytes, document_bytes, None)
+    profile_text = f"(p.kvmp), {profile_bytes:,} bytes, not counted"
+    text = f"{profile_text}; layers.json: {(tmp_path / 's' / 'layers.json').stat().st_size:,} bytes, not counted\n"
+    for shown in (encoded, run("verify", tmp_path / "s").out, run("inspect", tmp_path / "s").out):
+        assert text in shown
+    assert f"{profile_text}\n" in run("measure", work / "kv", "--codec", codec).out
+    shutil.copytree(tmp_path / "s", tmp_path / "far" / "away" / "s")
+    info = json.loads(run("inspect", tmp_path / "s", "--json").out)["inputs"][0]
+    assert (info["model_profile_bytes"], info["document_bytes"]) == (
+        profile_bytes,
+        (tmp_path / "s" / "layers.json").stat().st_size,
+    )
+    inspected = run("inspect", tmp_path / "far" / "away" / "s").out
+    assert "(p.kvmp); layers.json: " in inspected  # without the profile its size is not known
+
+
 def test_encode_and_decode_with_a_profile(run, work, tmp_path) -> None:
     encoded = run("encode", work / "kv", "-o", tmp_path / "s/", "--codec", f"profile:{work / 'p.kvmp'}", "-v")
     assert "LOSSLESS (decoded and compared)" in encoded.out and "layer 5:" in encoded.out
@@ -704,8 +726,13 @@ def test_transform_of_some_layers_counts_their_loss_and_is_read_back(run, tmp_pa
     codec = f"transform:{tmp_path / 'p.kvmp'},kl=0.02"
     encoded = json.loads(run("encode", tmp_path / "kv.npz", "-o", tmp_path / "s/", "--codec", codec, "--json").out)
     assert 0 < encoded["predicted_kl"] < 0.0199
-    assert "1 that the profile has are not in the input" in " ".join(encoded["notes"])
-    run("verify", tmp_path / "s")
+    sentence = "K and V of 2 layers: 1 that the profile has is not in the input, and in no figure here"
+    assert sentence in encoded["notes"]
+    assert sentence in run("verify", tmp_path / "s").out and sentence in run("inspect", tmp_path / "s").out
+    assert sentence in run("verify", tmp_path / "s", "--against", tmp_path / "kv.npz").out
+    np.savez(tmp_path / "one.npz", **{name: words for name, words in named.items() if name.startswith("layer_0.")})
+    encoded = run("encode", tmp_path / "one.npz", "-o", tmp_path / "one/", "--codec", codec)
+    assert "K and V of 1 layer: 2 that the profile has are not in" in encoded.out
     run("decode", tmp_path / "s", "-o", tmp_path / "back.npz")
 
 

@@ -44,6 +44,7 @@ from .document import (
 from .writer import (
     compare_errors,
     compare_words,
+    describe_absent_layers,
     describe_document,
     describe_layer,
     describe_losses,
@@ -303,6 +304,10 @@ class LayerStreamsInfo(Record):
     #: What was compared with the original: ``"every byte"``, or of packed files ``"every live element"``.
     compared: str = field(default="every byte", metadata={"json": False})
     seconds: float = 0.0
+    #: Bytes of ``layers.json``, not counted in `document`.
+    document_bytes: int
+    #: Bytes of the profile of a model that decoding needs, not counted; None for one in the folder, or not there.
+    model_profile_bytes: int | None
     #: Files of `document` that are not there, or have another size: what was not decoded is described without them.
     missing: tuple[str, ...] = field(default=(), metadata={"omit": True})
     notes: tuple[str, ...] = field(default=(), metadata={"omit": True})
@@ -359,7 +364,10 @@ class LayerStreamsInfo(Record):
             names = ", ".join(self.missing[:_MAX_NAMED_FILES])
             more = f" and {len(self.missing) - _MAX_NAMED_FILES:,} more" if len(self.missing) > _MAX_NAMED_FILES else ""
             lines.append(f"  INCOMPLETE: {names}{more}: missing, or of another size than {LAYERS_NAME} says")
-        lines += [f"  {line}" for line in dict.fromkeys([*describe_document(document), *self.notes])]
+        contents = describe_document(
+            document, document_bytes=self.document_bytes, model_profile_bytes=self.model_profile_bytes
+        )
+        lines += [f"  {line}" for line in dict.fromkeys([*contents, *self.notes])]
         return "\n".join(lines)
 
     def text(self, *, verbose: bool = False) -> str:
@@ -382,8 +390,16 @@ def _has_size(path: Path, size: int) -> bool:
         return False
 
 
+def _count_document_bytes(folder: str) -> int:
+    return Path(folder, LAYERS_NAME).stat().st_size
+
+
+def _count_model_profile_bytes(document: LayerStreamsDocument, profile: Profile | None) -> int | None:
+    return profile.nbytes if profile is not None and document.profile_bytes is None else None
+
+
 def inspect_layers(path: str) -> LayerStreamsInfo:
-    """Describe a folder of layer streams, which needs no profile."""
+    """Describe a folder of layer streams; its profile says which layers are absent, and need not be there."""
     folder = os.path.dirname(path) if os.path.basename(path) == LAYERS_NAME else path
     document = read_layers_document(folder)
     _check_predicted_kl(folder, document)
@@ -391,7 +407,18 @@ def inspect_layers(path: str) -> LayerStreamsInfo:
     if document.profile_bytes is not None:
         sizes[document.profile_file] = document.profile_bytes
     missing = tuple(name for name, size in sizes.items() if not _has_size(Path(folder, name), size))
-    return LayerStreamsInfo(input=path, document=document, missing=missing, notes=tuple(list_losses(document.metadata)))
+    try:
+        model = find_profile(folder, document)
+    except KvmnnError:
+        model = None
+    return LayerStreamsInfo(
+        input=path,
+        document=document,
+        document_bytes=_count_document_bytes(folder),
+        model_profile_bytes=_count_model_profile_bytes(document, model),
+        missing=missing,
+        notes=(*list_losses(document.metadata), *(() if model is None else describe_absent_layers(model, document))),
+    )
 
 
 def verify_layers(
@@ -438,5 +465,11 @@ def verify_layers(
         difference=next(iter(differences), None),
         compared="every byte" if against is None or against.cache is None else "every live element",
         seconds=time.perf_counter() - start,
-        notes=(*losses, *(() if against is None else describe_unstored_bytes(against))),
+        document_bytes=_count_document_bytes(streams.folder),
+        model_profile_bytes=_count_model_profile_bytes(streams.document, streams.profile),
+        notes=(
+            *losses,
+            *(() if against is None else describe_unstored_bytes(against)),
+            *describe_absent_layers(streams.profile, streams.document),
+        ),
     )

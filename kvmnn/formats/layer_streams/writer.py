@@ -64,12 +64,18 @@ _STREAM_SUFFIX = {"profile": ".kvml", "transform": ".kvmx"}
 class MeasureLayersResult(Record):
     """Sizes and losses of a cache as layer streams."""
 
-    json_keys = "label codec raw_bytes stored_bytes ratio predicted_kl tokens seconds profile options notes layers"
+    json_keys = (
+        "label codec raw_bytes stored_bytes model_profile_bytes ratio predicted_kl tokens seconds profile options "
+        "notes layers"
+    )
 
     document: LayerStreamsDocument = field(metadata={"json": False})
     #: Whether every stream was decoded, and compared where it is lossless.
     is_verified: bool = field(metadata={"json": False})
     seconds: float
+    #: Bytes of the profile of a model that decoding needs, not counted in `stored_bytes`; None for tables learned in
+    #: this cache alone.
+    model_profile_bytes: int | None
     #: Whether the source is packed files, of which live elements alone are stored and compared.
     is_packed: bool = field(default=False, metadata={"json": False})
     notes: tuple[str, ...] = ()
@@ -131,7 +137,7 @@ class MeasureLayersResult(Record):
         proof = f"live elements, {proof}" if self.is_packed else proof
         lines += [
             f"total: {self.raw_bytes:,} -> {self.stored_bytes:,} bytes, ratio {self.ratio:.4f}, {self.label} ({proof})",
-            *describe_document(self.document),
+            *describe_document(self.document, model_profile_bytes=self.model_profile_bytes),
             *self.notes,
         ]
         return "\n".join(lines)
@@ -142,10 +148,13 @@ class EncodeLayersResult(MeasureLayersResult):
     """A cache that became layer streams."""
 
     json_keys = (
-        "output label codec raw_bytes stored_bytes profile_bytes ratio predicted_kl tokens seconds profile notes layers"
+        "output label codec raw_bytes stored_bytes profile_bytes document_bytes model_profile_bytes ratio predicted_kl "
+        "tokens seconds profile notes layers"
     )
 
     output: str
+    #: Bytes of ``layers.json``, not counted in `stored_bytes`.
+    document_bytes: int
 
     @property
     def profile_bytes(self) -> int | None:
@@ -167,7 +176,10 @@ class EncodeLayersResult(MeasureLayersResult):
             f"{pluralize(len(self.layers), 'layer stream')}, "
             f"{f'{self.label} ({proof})' if self.label else proof}{format_rate(self.raw_bytes, self.seconds)}"
         )
-        lines += [f"  {line}" for line in dict.fromkeys([*describe_document(self.document), *self.notes])]
+        contents = describe_document(
+            self.document, document_bytes=self.document_bytes, model_profile_bytes=self.model_profile_bytes
+        )
+        lines += [f"  {line}" for line in dict.fromkeys([*contents, *self.notes])]
         return "\n".join(lines)
 
 
@@ -186,16 +198,33 @@ def describe_layer(entry: LayerStreamEntry) -> str:
     )
 
 
-def describe_document(document: LayerStreamsDocument) -> list[str]:
-    """Describe what a reader should know: the profile, and what lossy streams cost."""
+def describe_document(
+    document: LayerStreamsDocument, *, document_bytes: int | None = None, model_profile_bytes: int | None = None
+) -> list[str]:
+    """Describe what a reader should know: the profile, what the ratio leaves out, and what lossy streams cost."""
     if document.profile_bytes is None:
-        lines = [f"decoding needs the profile {document.profile_key[:16]} ({Path(document.profile_file).name})"]
+        size_text = "" if model_profile_bytes is None else f", {model_profile_bytes:,} bytes, not counted"
+        line = f"decoding needs the profile {document.profile_key[:16]} ({Path(document.profile_file).name}){size_text}"
     else:
-        lines = [
+        line = (
             f"tables learned in this cache: {document.profile_file}, {document.profile_bytes:,} of the "
             f"{document.stored_bytes:,} bytes"
-        ]
-    return lines + describe_losses(document)
+        )
+    if document_bytes is not None:
+        line += f"; {LAYERS_NAME}: {document_bytes:,} bytes, not counted"
+    return [line, *describe_losses(document)]
+
+
+def describe_absent_layers(profile: Profile, document: LayerStreamsDocument) -> tuple[str, ...]:
+    """Describe the layers that a profile has and the streams have not; empty if they have all."""
+    num_absent = len(profile.info.layers) - len(document.layers)
+    if num_absent <= 0:
+        return ()
+    verb = "is" if num_absent == 1 else "are"
+    return (
+        f"K and V of {pluralize(len(document.layers), 'layer')}: {num_absent} that the profile has {verb} not in the "
+        "input, and in no figure here",
+    )
 
 
 def describe_losses(document: LayerStreamsDocument) -> list[str]:
@@ -300,6 +329,8 @@ def encode_layers(
     return EncodeLayersResult(
         output=os.fspath(output),
         document=document,
+        document_bytes=len(text),
+        model_profile_bytes=profile.nbytes if adapted is None else None,
         is_verified=options.verify,
         seconds=time.perf_counter() - start,
         is_packed=source.cache is not None,
@@ -334,6 +365,7 @@ def measure_layers(
     )
     return MeasureLayersResult(
         document=document,
+        model_profile_bytes=profile.nbytes,
         is_verified=True,
         seconds=time.perf_counter() - start,
         is_packed=source.cache is not None,
@@ -354,12 +386,7 @@ def _list_notes(
 ) -> tuple[str, ...]:
     """Return what a reader should know of the profile, and a ratio that was missed."""
     notes = _compare_dtypes(profile, reader)
-    num_missing = len(profile.info.layers) - len(document.layers)
-    if num_missing > 0:
-        notes += (
-            f"K and V of {len(document.layers)} layers: {num_missing} that the profile has are not in the input, and "
-            "in no figure here",
-        )
+    notes += describe_absent_layers(profile, document)
     if document.stored_bytes > document.raw_bytes:
         notes += (f"the streams take more bytes than K and V, {document.stored_bytes:,} of {document.raw_bytes:,}",)
     if not document.is_lossy:

@@ -29,6 +29,8 @@ _DESCRIPTIONS_BY_MAGIC: tuple[tuple[bytes, str, str], ...] = (
     (b"KVMP", "a profile of a model", "kvmnn profile inspect shows it"),
     (b"KVML", "the lossless stream of one layer", _LAYER_STREAM_ADVICE),
     (b"KVMX", "the lossy stream of one layer", _LAYER_STREAM_ADVICE),
+    (b"KVMNNPX", "an export of a prefix store", "kvmnn store import STORE FILE reads it"),
+    (b"KVMNNPE", "an encrypted file of a prefix store", "kvmnn store import STORE FILE --key-file KEY reads an export"),
     (b"\x93NUMPY", "a NumPy array", _RENAME_ADVICE.format(".npy")),
     (b"\x89HDF\r\n\x1a\n", "an HDF5 file", _READABLE_FORMATS_ADVICE),
     (_TORCH_LEGACY_MAGIC, *_CHECKPOINT_DESCRIPTION),

@@ -791,3 +791,13 @@ def test_encode_of_a_part_from_the_middle_without_positions_is_noted(run, work, 
         shown = " ".join(run("encode", folder, "-o", tmp_path / f"{folder.name}.s", "--codec", codec).out.split())
         is_noted = "times the bits that the profile predicts" in shown and "not at position 0" in shown
         assert is_noted == (begin > 0 and not has_positions), shown
+
+
+def test_diff_of_two_lossy_caches_names_each_in_the_note_of_its_loss(run, work, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("one", "two"):
+        run("encode", work / "kv", "-o", f"{name}/", "--codec", f"transform:{work / 'p.kvmp'},below=0")
+    notes = run("diff", "one", "two").err.splitlines()
+    assert [note.partition(" are rounded")[0] for note in notes] == [
+        f"kvmnn: note: {name}: LOSSY: K and V" for name in ("one", "two")
+    ]

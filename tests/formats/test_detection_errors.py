@@ -23,6 +23,12 @@ FILES = [
     ("model.onnx", b"\x08\x07\x12\x07pytorch", "an ONNX model (eval, generate and dump-kv take it)"),
     ("model", b"\x08\x07\x12\x07pytorch", "an ONNX model"),
     ("m.kvmp", b"KVMP\x01\0\0\0", "a profile of a model (kvmnn profile inspect shows it)"),
+    ("st.kvx", b"KVMNNPX2\3\0\0\0", "an export of a prefix store (kvmnn store import STORE FILE reads it)"),
+    (
+        "st",
+        b"KVMNNPE1\3\0\0\0",
+        "an encrypted file of a prefix store (kvmnn store import STORE FILE --key-file KEY reads an export)",
+    ),
     ("x.gguf", b"GGUF\3\0\0\0", "a GGUF model (--model takes it, next to a cache of llama.cpp"),
     ("a.txt", "Grüße\n".encode() * 900, "text (eval, generate and dump-kv read it with --text)"),
     ("a.dat", b'{"a": 1}', "JSON"),

@@ -312,6 +312,15 @@ def test_layer_stream_options_unknown_setting_is_refused(codec: LayerCodec, name
         LayerStreamOptions(codec=codec, profile="p.kvmp", settings={name: 1})
 
 
+def test_layer_stream_options_say_how_attention_and_profile_are_passed() -> None:
+    with pytest.raises(
+        OptionError, match=r"settings has 'attention': .* \(attention is passed as LayerStreamOptions\("
+    ):
+        LayerStreamOptions(codec="transform", profile="p.kvmp", settings={"ratio": 8, "attention": "att.npy"})
+    with pytest.raises(OptionError, match="no profile given: codec 'transform' needs the path of one"):
+        LayerStreamOptions(codec="transform")
+
+
 def test_measure_errors_leaves_infinities_out_silently() -> None:
     keys = np.array([[[1.0, np.inf, np.nan, 4.0]]], np.float16)
     values = np.ones((1, 1, 4), np.float16)

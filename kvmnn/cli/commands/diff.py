@@ -168,6 +168,7 @@ def _parse_tolerance(text: str) -> float:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
+    from ..._util.text import LOSSY
     from ...arrays import compare_allclose, compare_bitwise
     from ...arrays.engine_transforms import describe_order_conflicts
     from ...compressor import describe_header_differences
@@ -190,7 +191,9 @@ def run(arguments: argparse.Namespace) -> int:
         )
     first, second = _invert_sources(_select_from_batches(sources, arguments), arguments)
     for path, source in zip(paths, (first, second), strict=True):
-        input_sources.report_skipped(source, arguments)
+        notes = [f"{path}: {note}" if note.startswith(f"{LOSSY}: ") else note for note in source.notes]
+        input_sources.report_notes(notes, arguments)
+        input_sources.report_notes(source.skipped_arrays, arguments, "skipped")
         packed_options.check_provenance(arguments, source.cache, path)
     input_sources.report_notes(describe_order_conflicts(first, second), arguments)
     position_maps = read_positions_by_layer(first), read_positions_by_layer(second)

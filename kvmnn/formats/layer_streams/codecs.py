@@ -42,7 +42,7 @@ class LayerStreamOptions:
     codec
         ``"profile"``: lossless. ``"transform"``: lossy.
     profile
-        Path of the profile.
+        Path of the profile, which both codecs need.
     settings
         Options of the codec by name: ``below`` (0, 1 or 2); of ``"transform"`` also those of
         `kvmnn.transform.TransformOptions`.
@@ -54,7 +54,7 @@ class LayerStreamOptions:
     """
 
     codec: LayerCodec
-    profile: str
+    profile: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
     verify: bool = True
     attention: str | None = None
@@ -64,10 +64,15 @@ class LayerStreamOptions:
             raise OptionError("attention is about the steps of lossy streams: expected codec 'transform'")
         if self.codec not in _SETTING_NAMES:
             raise OptionError(f"codec is {self.codec!r:.40}: expected {' or '.join(map(repr, _SETTING_NAMES))}")
+        if not self.profile:
+            raise OptionError(f"no profile given: codec {self.codec!r} needs the path of one (kvmnn profile make)")
         names = _SETTING_NAMES[self.codec]
         for name in self.settings:
             if name not in names:
-                raise OptionError(f"settings has {name!r}: expected {', '.join(names)} of codec {self.codec!r}")
+                hint = ""
+                if name == "attention" and self.codec == "transform":
+                    hint = " (attention is passed as LayerStreamOptions(attention=FILE))"
+                raise OptionError(f"settings has {name!r}: expected {', '.join(names)} of codec {self.codec!r}{hint}")
         try:
             if self.codec == "transform":
                 TransformOptions(**self.settings)

@@ -31,7 +31,7 @@ class LossStats(Record):
     label: ClassVar = LOSSY
     json_keys = "label predicted_kl max_error"
 
-    #: Nats a token that the encoder expects; None if the profile has no sensitivities.
+    #: Nats a token that the encoder expects; None if that is not known.
     predicted_kl: float | None
     #: The largest difference of an element.
     max_error: float

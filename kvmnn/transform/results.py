@@ -43,7 +43,7 @@ class TransformInfo(Record):
     profile: str
     raw_bytes: int
     stream_bytes: int
-    #: Loss of this layer in nats as predicted when it was encoded; None where the profile has no sensitivities.
+    #: Loss of this layer in nats as predicted when it was encoded; None where that is not known.
     predicted_kl: float | None
     label: str = LOSSY
 

@@ -6,11 +6,13 @@ import json
 import shutil
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import transform_samples
 
 import kvmnn
 from kvmnn.arrays import LayerCache
@@ -20,7 +22,7 @@ from kvmnn.errors import KvmnnError, OptionError
 from kvmnn.formats.layer_streams.codecs import LayerStreamOptions
 from kvmnn.formats.layer_streams.document import LAYERS_NAME, LayerCodec
 from kvmnn.formats.layer_streams.reader import inspect_layers, restore_layers, verify_layers
-from kvmnn.formats.layer_streams.writer import encode_layers, measure_errors
+from kvmnn.formats.layer_streams.writer import encode_layers, measure_errors, measure_layers
 from kvmnn.profiles import LayerGeometry, Profile, ProfileInfo, Statistics
 
 ROPE = RopeConfig(10000.0, 8)
@@ -329,3 +331,48 @@ def test_measure_errors_leaves_infinities_out_silently() -> None:
         warnings.simplefilter("error")
         errors = measure_errors(LayerCache(layer=0, keys=keys, values=values), decoded)
     assert (errors.max_key_error, errors.max_value_error) == (0.5, 0.0)
+
+
+def save_unlike(folder: Path, *, is_measured: bool) -> tuple[Path, list[LayerCache]]:
+    """Write a profile; return its path and a cache of numbers that it does not predict."""
+    geometries = transform_samples.create_geometries(LAYERS, 2, 8, 8, RopeConfig(10000.0, 8))
+    profile = transform_samples.create_profile(geometries, is_measured=is_measured)
+    profile.write(folder / "p.kvmp")
+    random = np.random.default_rng(3)
+    layers = [
+        replace(
+            layer,
+            keys=(8 * random.standard_normal(layer.keys.shape)).astype(np.float16),
+            values=(8 * random.standard_normal(layer.values.shape)).astype(np.float16),
+        )
+        for layer in transform_samples.create_caches(5, 200, geometries)
+    ]
+    return folder / "p.kvmp", layers
+
+
+def test_encode_layers_of_random_numbers_predicts_no_loss_in_any_verb(tmp_path: Path) -> None:
+    """The doubt is in the folder: what reads it later knows no more than the encoder."""
+    profile, layers = save_unlike(tmp_path, is_measured=True)
+    source, folder = kvmnn.open(save_folder(tmp_path / "cache", layers)), str(tmp_path / "streams")
+    options = LayerStreamOptions(codec="transform", profile=str(profile), settings={"kl": 0.02})
+    encoded = encode_layers(source, folder, options)
+    assert "the nats that it predicts do not hold" in str(encoded)
+    restored = restore_layers(folder, str(tmp_path / "back.npz"))
+    results = [encoded, measure_layers(source, options), inspect_layers(folder), verify_layers(folder), restored]
+    loss = kvmnn.open(tmp_path / "back.npz").metadata["kvmnn.lossy"]
+    for text in (*map(str, results), loss):
+        assert "times the bits that the profile predicts" in text and "0.02 nats" not in text
+    assert encoded.predicted_kl is None and encoded.document.bits_factor is not None
+    layers_path = Path(folder, LAYERS_NAME)
+    layers_path.write_text(layers_path.read_text().replace('"bits_factor": ', '"bits_factor": -'))
+    with pytest.raises(KvmnnError, match=r"bits_factor.*a number above 0"):
+        inspect_layers(folder)
+
+
+def test_encode_layers_without_sensitivities_predicts_no_nats(tmp_path: Path) -> None:
+    profile, layers = save_unlike(tmp_path, is_measured=False)
+    source = kvmnn.open(save_folder(tmp_path / "cache", layers))
+    options = LayerStreamOptions(codec="transform", profile=str(profile), settings={"bits": 2})
+    shown = str(encode_layers(source, tmp_path / "streams", options))
+    assert "times the bits that the profile predicts: its texts are few, unlike" in shown and "nats" not in shown
+    assert "not known: the profile has no sensitivities" in shown

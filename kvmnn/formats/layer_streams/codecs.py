@@ -22,11 +22,12 @@ from ...profiles import Profile
 from ...transform import StepPlan, TransformOptions, choose_layer_exponents, get_tables, measure_bits_factor, plan_steps
 from ...transform import decode_layer as decode_transform_layer
 from ...transform import encode_layer as encode_transform_layer
+from ...transform.steps import is_loss_doubtful
 from ..npy import MAX_NPY_HEADER_BYTES, NpyHeader
 from .document import LayerCodec
 
 _NUM_LOWER_LAYERS = 2
-_SAMPLE_LAYERS, _MAX_TRIALS = 4, 4
+NUM_SAMPLE_LAYERS, _MAX_TRIALS = 4, 4
 """Layers that are encoded first where a size is asked for, to see how many bits the text takes, and how many times. By
 a profile of prose, source code had a ratio of 6.3 for 8 without that, and prose 8.0 to 8.8."""
 _MAX_SIZE_ERROR = 0.04
@@ -101,15 +102,20 @@ class CacheEncoder:
     Attributes
     ----------
     predicted_kl : float or None
-        After the last layer: nats a token that lossy streams are expected to cost; None where nothing says it.
-    bits_factor : float
-        After the last layer: bits of lossy streams over those that the profile predicts for the same steps.
+        After the last layer: nats a token that lossy streams are expected to cost; None where nothing says it, or
+        `bits_factor` belies it.
+    bits_factor : float or None
+        After the last layer: bits of lossy streams, without exact tokens, over those that the profile predicts for the
+        same steps, where they are so many that its losses do not hold; None otherwise.
+    has_sensitivities : bool
+        Whether the profile predicts losses.
     """
 
     def __init__(self, profile: Profile, options: LayerStreamOptions) -> None:
         self._profile, self._options = profile, options
         self.predicted_kl: float | None = None
-        self.bits_factor = 1.0
+        self.bits_factor: float | None = None
+        self.has_sensitivities = False
 
     def encode(self, layers: Iterable[LayerCache]) -> Iterator[EncodedLayer]:
         """Yield the stream of each layer."""
@@ -131,7 +137,7 @@ class CacheEncoder:
         options, tables = TransformOptions(**self._options.settings), get_tables(self._profile)
         iterator = iter(layers)
         has_size = options.ratio is not None or options.bits is not None
-        sample = list(itertools.islice(iterator, _SAMPLE_LAYERS if has_size else 1))
+        sample = list(itertools.islice(iterator, NUM_SAMPLE_LAYERS if has_size else 1))
         if not sample:
             return
         tokens, has_attention = sample[0].tokens, self._options.attention is not None
@@ -149,6 +155,7 @@ class CacheEncoder:
                 plan = plan_steps(tables, options, tokens, has_attention, bits_factor=factor)
                 if is_near:
                     break
+        self.has_sensitivities = plan.is_measured
         self.predicted_kl = plan.kl if plan.is_measured else None
         if options.first + options.recent >= tokens:
             self.predicted_kl = 0.0  # every token is exact
@@ -159,7 +166,9 @@ class CacheEncoder:
             num_coded_bits += 8 * (len(encoded.stream) - layer.nbytes / layer.tokens * num_exact)
             predicted_bits += float(plan.bits[layer.layer].sum()) / factor * (layer.tokens - num_exact)
             yield encoded
-        self.bits_factor = num_coded_bits / predicted_bits if predicted_bits > 0 else 1.0
+        bits_factor = num_coded_bits / predicted_bits if predicted_bits > 0 else 1.0
+        if is_loss_doubtful(bits_factor, tokens):
+            self.bits_factor, self.predicted_kl = bits_factor, None
         if self.predicted_kl:  # of the layers that there are: headers of streams have a loss each
             self.predicted_kl = float(plan.losses[layers_seen].sum())
 

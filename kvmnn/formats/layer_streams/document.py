@@ -94,12 +94,15 @@ class LayerStreamsDocument(Record):
     profile_file: str
     #: Options of the codec, as the user said them.
     options: dict[str, object]
-    #: KL divergence in nats a token that the encoder expects; None where the profile has no sensitivities.
+    #: KL divergence in nats a token that the encoder expects; None where the profile has no sensitivities, K and V were
+    #: rounded before, or `bits_factor` belies it.
     predicted_kl: float | None
     metadata: dict[str, str]
     layers: tuple[LayerStreamEntry, ...]
     #: Bytes of a profile that was learned in this cache alone: it is in the folder, and counts.
     profile_bytes: int | None = field(default=None, metadata={"omit": True})
+    #: Bits of lossy streams over those that the profile predicts, where they are so many that its losses do not hold.
+    bits_factor: float | None = field(default=None, metadata={"omit": True})
 
     @property
     def is_lossy(self) -> bool:
@@ -194,6 +197,7 @@ def parse_layers_document(text: bytes, label: str) -> LayerStreamsDocument:
             _parse_layer(entry, index) for index, entry in enumerate(root.get("layers").read_list(1, MAX_LAYERS))
         ),
         profile_bytes=root.get("profile_bytes").read_int(1) if "profile_bytes" in root.value else None,
+        bits_factor=_parse_bits_factor(root.get("bits_factor")) if "bits_factor" in root.value else None,
     )
     names = [array.name for entry in document.layers for array in entry.arrays]
     files = [entry.file for entry in document.layers]
@@ -206,6 +210,12 @@ def parse_layers_document(text: bytes, label: str) -> LayerStreamsDocument:
         if root.get(key).read_int(0) != expected:
             raise root.get(key).error(f"{expected}, the sum of its parts")
     return document
+
+
+def _parse_bits_factor(node: JsonReader) -> float:
+    if type(node.value) not in (int, float) or not node.value > 0:
+        raise node.error("a number above 0")
+    return float(node.value)
 
 
 def _parse_layer(node: JsonReader, index: int) -> LayerStreamEntry:

@@ -120,8 +120,9 @@ def _check_predicted_kl(folder: str, document: LayerStreamsDocument) -> None:
 
     Streams that are missing or damaged are left to what decodes them.
     """
-    was_rounded = is_rounded_by_codec(document.metadata)  # no loss in all is known then
-    if not document.is_lossy or (document.predicted_kl is None and was_rounded):
+    # no loss in all is known then
+    is_unknown = is_rounded_by_codec(document.metadata) or document.bits_factor is not None
+    if not document.is_lossy or (document.predicted_kl is None and is_unknown):
         return
     if document.is_exact and document.predicted_kl == 0:
         return

@@ -38,7 +38,7 @@ from ...profiles import Profile, describe_few_tokens
 from ...transform import MAX_KL, TransformOptions
 from ...transform.steps import is_size_missed
 from ..sidecars import read_positions_by_layer
-from .codecs import CacheEncoder, LayerStreamOptions, decode_cache
+from .codecs import NUM_SAMPLE_LAYERS, CacheEncoder, LayerStreamOptions, decode_cache
 from .document import (
     ADAPTED_NAME,
     LAYERS_NAME,
@@ -55,8 +55,6 @@ _MAX_EXACT_SHARE = 0.1
 """Of the bytes that were asked for: exact tokens that take more come on top of them (`plan_steps`)."""
 _MAX_USEFUL_KL = 0.1
 """Nats a token: 4-bit formats lose 0.002 to 0.03, evicting half of a cache 0.01."""
-_MAX_BITS_FACTOR, _MIN_JUDGED_TOKENS = 3.0, 64
-"""Above it a note: K of SmolLM2 turned back by wrong positions takes 3.5 times the bits, other texts up to 1.8."""
 _STREAM_SUFFIX = {"profile": ".kvml", "transform": ".kvmx"}
 
 
@@ -233,6 +231,8 @@ def describe_losses(document: LayerStreamsDocument) -> list[str]:
     lines += list_losses(document.metadata)
     if document.is_lossy:
         cost = "not known: the profile has no sensitivities"
+        if document.bits_factor is not None:
+            cost = f"not known: they take {document.bits_factor:.1f} times the bits that the profile predicts"
         if is_rounded_by_codec(document.metadata):
             cost = "not known: they were rounded before"
         if document.predicted_kl is not None:
@@ -320,6 +320,7 @@ def encode_layers(
             | _record_int8(source),
             layers=tuple(entries),
             profile_bytes=None if adapted is None else adapted.nbytes,
+            bits_factor=encoder.bits_factor if encoder.has_sensitivities else None,
         )
         text = document.to_json()
         if parse_layers_document(text, LAYERS_NAME) != document:
@@ -362,6 +363,7 @@ def measure_layers(
         predicted_kl=None if is_rounded_by_codec(source.metadata) else encoder.predicted_kl,
         metadata=_record_int8(source) | {key: text for key, text in source.metadata.items() if key == LOSSY_KEY},
         layers=tuple(entries),
+        bits_factor=encoder.bits_factor if encoder.has_sensitivities else None,
     )
     return MeasureLayersResult(
         document=document,
@@ -382,7 +384,7 @@ def _record_int8(source: Source) -> dict[str, str]:
 
 
 def _list_notes(
-    profile: Profile, reader: LayerReader, document: LayerStreamsDocument, bits_factor: float
+    profile: Profile, reader: LayerReader, document: LayerStreamsDocument, bits_factor: float | None
 ) -> tuple[str, ...]:
     """Return what a reader should know of the profile, and a ratio that was missed."""
     notes = _compare_dtypes(profile, reader)
@@ -392,11 +394,12 @@ def _list_notes(
     if not document.is_lossy:
         return notes
     notes += describe_few_tokens(profile.info)
-    if bits_factor > _MAX_BITS_FACTOR and document.tokens >= _MIN_JUDGED_TOKENS:
-        reason = "its texts are unlike this one, or of another model"
+    if bits_factor is not None:
+        reason = "its texts are few, unlike this one, or of another model"
         if not reader.has_positions:
             reason += ", or the first token is not at position 0, which is assumed without positions.json"
-        notes += (f"{bits_factor:.1f} times the bits that the profile predicts: {reason}; the nats do not hold then",)
+        reason += "" if document.bits_factor is None else "; the nats that it predicts do not hold then"
+        notes += (f"{bits_factor:.1f} times the bits that the profile predicts: {reason}",)
     kl = document.predicted_kl
     if kl is not None and kl > _MAX_USEFUL_KL:
         notes += (f"{_format_kl(kl)} nats a token change what the model says: measure it (kvmnn eval --quant)",)
@@ -406,7 +409,10 @@ def _list_notes(
     ratio = document.ratio * 2 / dtypes.DTYPES[reader.dtype].itemsize  # over fp16, as the target is
     if target is None or not is_size_missed(ratio, target):
         return notes
-    reason = "the profile is of other texts"
+    unlike = "the profile is of other texts"
+    if len(document.layers) > NUM_SAMPLE_LAYERS:
+        unlike = "steps are chosen by the bits of the first layers alone"
+    reason = unlike
     num_exact = min(options.first + options.recent, document.tokens)
     if ratio > target:
         reason = "the first layers, by which steps are chosen, take more bits than the others"
@@ -416,7 +422,7 @@ def _list_notes(
         reason = f"{num_exact:,} of {document.tokens:,} tokens are exact and come on top"
         share = num_exact / document.tokens  # as large as they are, the others should have reached the target
         if is_size_missed(ratio, 1 / ((1 - share) / target + share * dtypes.DTYPES[reader.dtype].itemsize / 2)):
-            reason += ", and the profile is of other texts"
+            reason += f", and {unlike}"
     if options.bits is not None:
         return (*notes, f"{options.bits:g} bits were asked for, {16 / ratio:.2f} reached: {reason}")
     return (*notes, f"ratio {target:g} was asked for, {ratio:.2f} reached: {reason}")

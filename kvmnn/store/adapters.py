@@ -364,7 +364,7 @@ def write_prefix(
     source = Source(arrays, inputs=(where,))
     if prefix.label:
         cost = format_predicted_kl(prefix.predicted_kl).removeprefix(", ")
-        kl_text = f"KL divergence of the predictions: {cost}" if cost else ""
+        kl_text = f"KL divergence of the predictions: {cost.removeprefix('nats ')}"
         source.metadata[LOSSY_KEY] = join_losses(prefix.loss, *([_LOSS, kl_text] if prefix.is_lossy else []))
     window_layers = [cache.layer for cache in prefix.layers if cache.tokens < prefix.tokens]
     if prefix.completeness is not None:

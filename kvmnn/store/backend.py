@@ -395,6 +395,8 @@ class AddResult(NamedTuple):
     """First token of the units that were added: units that others had stored meanwhile are not; None without any."""
     stored_tokens: int = 0
     """Tokens of the units that were added."""
+    bits_factor: float | None = None
+    """Of lossy units: bits over those that the profile predicts, where so many that its losses do not hold."""
 
     def merge(self, later: AddResult) -> AddResult:
         """Return the sum of this result and that of a later addition to the same sequence."""
@@ -406,6 +408,7 @@ class AddResult(NamedTuple):
             later.known_tokens if self.stored_from is None else self.known_tokens,
             later.stored_from if self.stored_from is None else self.stored_from,
             self.stored_tokens + later.stored_tokens,
+            max(self.bits_factor or 0.0, later.bits_factor or 0.0) or None,
         )
 
 

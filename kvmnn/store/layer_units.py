@@ -5,6 +5,7 @@ A unit is decoded alone: its streams refer to the decoded layers below them in t
 
 from __future__ import annotations
 
+import math
 import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,10 +32,12 @@ from ..transform import (
     choose_layer_exponents,
     get_tables,
     is_stream_of_plan,
+    measure_bits_factor,
     plan_steps,
 )
 from ..transform import encode_layer as encode_transform_layer
-from ..transform.steps import DEFAULT_KL
+from ..transform.header import read_header
+from ..transform.steps import DEFAULT_KL, is_loss_doubtful
 from .namespace import Namespace, TokenSequence
 from .unit import LAYER_CODECS, DamagedUnitError, LayerUnitInfo, ReadyUnits, TokenSpan, Unit, UnitFrame
 
@@ -86,7 +89,9 @@ class LayerUnitEncoder:
     Attributes
     ----------
     predicted_kl : float or None
-        Nats a token that lossy units are expected to cost; None where nothing says it.
+        Nats a token that lossy units are expected to cost; None where nothing says it, or `bits_factor` belies it.
+    bits_factor : float or None
+        Largest factor of the bits of a lossy unit over those that the profile predicts, where its losses do not hold.
     """
 
     tables = None
@@ -110,6 +115,7 @@ class LayerUnitEncoder:
             None if attention is None else [choose_layer_exponents(attention, cache, "attention") for cache in layers]
         )
         self.predicted_kl: float | None = None
+        self.bits_factor: float | None = None
         self.info = LayerUnitInfo(codec, profile.key)
         # layers with windows are not in a unit: those above them are encoded without them
         numbers = [cache.layer for cache in layers]
@@ -139,6 +145,8 @@ class LayerUnitEncoder:
             on_unit(unit_index, streams, self.info)
 
         parallel_map(encode_unit, range(len(batch)), resolve_threads(self._threads))
+        if self.bits_factor is not None:
+            self.predicted_kl = None
         return [()] * len(batch)
 
     def encode_span(self, span: TokenSpan) -> tuple[UnitFrame, ...]:
@@ -146,6 +154,7 @@ class LayerUnitEncoder:
         if self._ready_units is not None:
             ready_streams = self._ready_units.streams.get(span, ())
             if ready_streams and self._lost_as_much(ready_streams, span):
+                self._judge_ready_streams(ready_streams, span)
                 return ready_streams
             self._ready_units.has_encoded = True
         caches = [_take_tokens(cache, span) for cache in self._layers]
@@ -184,7 +193,32 @@ class LayerUnitEncoder:
         return replace(options, first=max(options.first - begin_token, 0))
 
     def _encode_lossily(self, caches: Sequence[LayerCache], span: TokenSpan) -> list[bytes]:
-        options, plan = self._make_options(span[0]), self._plans.get(span[1] - span[0])
+        options, tokens = self._make_options(span[0]), span[1] - span[0]
+        plan = self._plans.get(tokens) or plan_steps(
+            get_tables(self._profile), options, tokens, self._exponents is not None
+        )
+        streams = self._encode_by_plan(caches, span, options, plan)
+        factor = measure_bits_factor(plan, streams, caches, min(options.first, tokens))
+        if plan.is_measured and is_loss_doubtful(factor, tokens):
+            self._record_bits_factor(factor)
+            streams = self._encode_by_plan(caches, span, options, replace(plan, is_measured=False))  # says no loss
+        return streams
+
+    def _record_bits_factor(self, factor: float) -> None:
+        self.bits_factor = max(factor, self.bits_factor or 0.0)
+
+    def _judge_ready_streams(self, frames: Sequence[UnitFrame], span: TokenSpan) -> None:
+        """Record the bits of streams that say no loss though the profile predicts one: of numbers unlike its texts."""
+        options, tokens = self._make_options(span[0]), span[1] - span[0]
+        plan = plan_steps(get_tables(self._profile), options, tokens)
+        streams = [bytes(frame.data) for frame in frames]
+        if plan.is_measured and any(math.isnan(read_header(stream)[0].kl) for stream in streams):
+            caches = [_take_tokens(cache, span) for cache in self._layers]
+            self._record_bits_factor(measure_bits_factor(plan, streams, caches, min(options.first, tokens)))
+
+    def _encode_by_plan(
+        self, caches: Sequence[LayerCache], span: TokenSpan, options: TransformOptions, plan: StepPlan
+    ) -> list[bytes]:
         lower: deque[LayerCache] = deque(maxlen=_NUM_LOWER_LAYERS)
         streams = []
         for index, cache in enumerate(caches):

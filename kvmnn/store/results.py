@@ -12,7 +12,7 @@ from .._util.text import LOSSLESS, LOSSY, compute_ratio, escape_control, format_
 from ..arrays.completeness import Completeness
 from ..arrays.layer_cache import LayerCache
 from ..arrays.opaque_state import OpaqueState
-from ..arrays.source import list_losses, qualify_label
+from ..arrays.source import ROUNDED_TEXT, list_losses, qualify_label
 from ..files.schema import Record, json_key
 from .namespace import Ids
 
@@ -25,9 +25,9 @@ _LISTING_HINT = "K and V are rounded, as stored or before (store stat STORE TEXT
 
 
 def format_predicted_kl(predicted_kl: float | None) -> str:
-    """Return what lossy units are expected to cost, after what says that they are; empty where that is not known."""
+    """Return what lossy units are expected to cost, after what says that they are."""
     if predicted_kl is None:
-        return ""
+        return ", nats not known"
     return f", {predicted_kl:.2g} nats a token expected of texts like the profile's"
 
 
@@ -171,7 +171,8 @@ class PutResult(Record):
                 f"{compute_ratio(self.raw_bytes, self.stored_bytes):.4f}{format_rate(self.raw_bytes, self.seconds)}"
             )
         if self.is_lossy:
-            text += f"\n  {_LOSSY_TEXT}{format_predicted_kl(self.predicted_kl)}"
+            has_new_units = self.stored_bytes > self.state_bytes  # of those that were stored already nothing was read
+            text += f"\n  {_LOSSY_TEXT}{format_predicted_kl(self.predicted_kl) if has_new_units else ''}"
         if self.stored_tokens == self.tokens:
             text += "".join(f"\n  {note}" for note in self.notes)
         return text + (f"\n  {self.removed_bytes:,} bytes of files evicted or replaced" if self.removed_bytes else "")
@@ -375,7 +376,8 @@ class StoreEntry(Record):
     def __str__(self) -> str:
         line = self.format_line(self.key[:MIN_HANDLE_LETTERS], shorten_names([self.model])[self.model])
         if self.loss:
-            line += f"\n  {LOSSY}: {escape_control(self.loss)}{format_predicted_kl(self.predicted_kl)}"
+            cost = format_predicted_kl(self.predicted_kl) if ROUNDED_TEXT in self.loss else ""
+            line += f"\n  {LOSSY}: {escape_control(self.loss)}{cost}"
         return line if self.break_even is None else f"{line}\n\n{self.break_even}"
 
     def format_line(self, handle: str, model: str) -> str:

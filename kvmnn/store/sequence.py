@@ -168,6 +168,11 @@ class SequenceStore:
             end_token = self._find_stored_part(sequence, namespace, with_state=False).tokens
             raw_tokens = min(raw_tokens, max(end_token - begin_token, 0))
         raw_bytes = raw_tokens * namespace.token_bytes + state_raw_bytes
+        if added.bits_factor is not None:
+            notes.append(
+                f"{added.bits_factor:.1f} times the bits that the profile predicts: its texts are unlike this one, or "
+                "of another model, or K is of other positions than from 0 on; its nats do not hold then"
+            )
         reason = _CONCURRENT_REMOVAL_REASON if exceeded_limit is None else str(exceeded_limit)
         return PutResult(
             tokens=ids.size,
@@ -181,7 +186,7 @@ class SequenceStore:
             seconds=time.perf_counter() - started,
             notes=tuple(notes) if stored_tokens == ids.size else (*notes, reason),
             is_lossy=self._backend.settings.is_lossy,
-            predicted_kl=added.predicted_kl,
+            predicted_kl=None if added.bits_factor is not None else added.predicted_kl,
         )
 
     def _put_state_unit(

@@ -492,7 +492,7 @@ def add_sequence(
             unit_encoder = streams
     for batch in batches:
         added = _add_batch(backend, sequence, namespace, batch, unit_encoder, is_rounded=is_rounded)
-        yield added._replace(predicted_kl=unit_encoder.predicted_kl)
+        yield added._replace(predicted_kl=unit_encoder.predicted_kl, bits_factor=unit_encoder.bits_factor)
         if added.exceeded_limit:
             break
 
@@ -521,7 +521,7 @@ _OnUnit = Callable[[int, tuple[UnitFrame, ...], DenseUnitInfo | LayerUnitInfo | 
 class _FrameUnitEncoder:
     """Encodes units of frames."""
 
-    tables = predicted_kl = None
+    tables = predicted_kl = bits_factor = None
 
     def __init__(self, layers: Sequence[LayerCache], write_options: WriteOptions) -> None:
         self._layers, self._write_options = layers, write_options
@@ -540,7 +540,7 @@ class _FrameUnitEncoder:
 class _DenseUnitEncoder:
     """Encodes units of dense streams, which refer to rows before them and to tables shared in the namespace."""
 
-    predicted_kl = None
+    predicted_kl = bits_factor = None
 
     def __init__(
         self,

@@ -589,10 +589,11 @@ def test_turns_of_a_chat_share_lossy_units(tmp_path: Path) -> None:
 def test_loss_of_a_profile_without_sensitivities_is_not_predicted(tmp_path: Path) -> None:
     profile = transform_samples.create_profile(GEOMETRY, is_measured=False)
     with PrefixStore(tmp_path / "s", codec="transform", profile=profile, codec_options={"ratio": 4}) as store:
-        assert store.put(IDS, CACHES, model=MODEL).predicted_kl is None
+        put = store.put(IDS, CACHES, model=MODEL)
+        assert put.predicted_kl is None and "(transform streams), nats not known" in str(put)
         assert store.get(IDS, model=MODEL).predicted_kl is None
         described = store.describe(IDS, model=MODEL)
-        assert described.predicted_kl is None and "nats" not in str(described)
+        assert described.predicted_kl is None and "(transform streams), nats not known" in str(described)
         assert "all of them were stored already, and stay as they were rounded" in str(
             store.put(IDS, CACHES, model=MODEL)
         )
@@ -610,3 +611,30 @@ def test_put_of_layers_with_gaps_says_which_tables_the_profile_lacks(tmp_path: P
         with pytest.raises(KvmnnError, match=r"below.* units of layers? [0-9, to]+ need them"):
             store.put(list(range(layers[0].tokens)), layers, model=MODEL)
         assert store.stats().units == 0
+
+
+def test_put_of_random_numbers_stores_no_predicted_loss(tmp_path: Path) -> None:
+    """Their bits belie the profile: the streams say that, so later calls do, too."""
+    random = np.random.default_rng(3)
+    caches = [
+        LayerCache(
+            layer=cache.layer,
+            keys=(8 * random.standard_normal(cache.keys.shape)).astype(np.float16),
+            values=(8 * random.standard_normal(cache.values.shape)).astype(np.float16),
+        )
+        for cache in CACHES
+    ]
+    with PrefixStore(tmp_path / "s", codec="transform", profile=PROFILE, codec_options={"kl": 0.02}) as store:
+        put = store.put(IDS, caches, model=MODEL)
+        assert put.predicted_kl is None and "nats not known" in str(put)
+        assert any("times the bits that the profile predicts" in note for note in put.notes)
+        prefix = store.get(IDS, model=MODEL)
+        assert prefix.predicted_kl is None and measure_error(prefix.layers, caches) < 0.2
+        assert "nats not known" in str(store.describe(IDS, model=MODEL)) and store.verify().damaged == ()
+        other_ids = [index + 1 for index in IDS]
+        assert store.put(other_ids, CACHES, model=MODEL).predicted_kl == pytest.approx(0.02)
+        store.export(IDS, tmp_path / "e.kvmnn", model=MODEL)
+    with PrefixStore(tmp_path / "t", codec="transform", profile=PROFILE, codec_options={"kl": 0.02}) as store:
+        imported = store.import_file(tmp_path / "e.kvmnn")
+        assert imported.predicted_kl is None and "nats not known" in str(imported)
+        assert any("times the bits that the profile predicts" in note for note in imported.notes)

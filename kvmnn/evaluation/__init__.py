@@ -9,7 +9,7 @@ from ..lm.documents import Document, TextOptions, read_documents
 from .compression import evaluate_with_compression
 from .presets import expand_preset
 from .result import EvaluationResult, PlotResult, plot_results, read_results
-from .runner import EvaluationProgress, evaluate
+from .runner import EvaluationProgress, RefusalWarning, evaluate
 from .settings import Configuration, EvaluationSettings, expand_configurations
 from .task_result import TaskEvaluation, TaskOptions
 from .tasks import evaluate_tasks
@@ -21,6 +21,7 @@ __all__ = [
     "EvaluationResult",
     "EvaluationSettings",
     "PlotResult",
+    "RefusalWarning",
     "TaskEvaluation",
     "TaskOptions",
     "TextOptions",

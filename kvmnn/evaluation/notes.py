@@ -48,7 +48,7 @@ def build_notes(
             "Codecs: K and V are quantised once, after the step that attended them and after the cut; the model then "
             "reads what a decoder would. Bytes/token and LOSSY ratio are of the format (rows that are not quantised "
             "yet as fp16), LOSSLESS ratio is those over the entropy-coded bytes (zstd; frames), decoded and compared; "
-            "cache mean and peak are of the dequantised numbers that are held here."
+            "cache mean and peak are -, as the numbers are held dequantized here."
         )
     yield from _describe_prompt_codecs(rows, documents, settings)
     yield from _describe_profiles(rows)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -545,7 +546,7 @@ def evaluate(
         For a start whose K or V are no roundings of the model's own in any order.
     KvmnnError
         For models, texts, budgets and policies that cannot be used at all. A configuration that the model cannot run is
-        named in `EvaluationResult.refused`.
+        named in `EvaluationResult.refused`, and in a `RefusalWarning`.
     """
     settings = settings or EvaluationSettings()
     if token_ids is not None and (initial_source is None or isinstance(initial_source, InitialCache)):
@@ -604,7 +605,22 @@ def evaluate(
             evaluation.sha256, evaluation.configurations, loaded_documents, settings, store, jobs, start_sha256
         )
         refusal_reasons = _run_plan(cell_plan, evaluation, store, progress)
-        return evaluation.to_result(cell_plan, store, refusal_reasons)
+        result = evaluation.to_result(cell_plan, store, refusal_reasons)
+    for refusal in result.refused:
+        warnings.warn(f"{refusal.label} was not run: {refusal.reason}", RefusalWarning, stacklevel=2)
+    return result
+
+
+class RefusalWarning(UserWarning):
+    """A configuration that `evaluate` could not run and has no row of."""
+
+
+@contextmanager
+def ignore_refusals() -> Iterator[None]:
+    """Ignore the warnings of `evaluate`, for callers that tell of `EvaluationResult.refused` in their own way."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RefusalWarning)
+        yield
 
 
 def _check_model_limits(

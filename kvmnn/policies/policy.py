@@ -362,7 +362,7 @@ class Policy(ABC):
         Raises
         ------
         KvmnnError
-            Where `state` lacks what the policy needs.
+            Where `state` lacks what the policy needs, and for selections that are not distinct tokens of `state`.
         """
         if trigger is not None:
             state = state.with_trigger(trigger)
@@ -378,12 +378,25 @@ class Policy(ABC):
         if selection is None:
             return None
         if not self.is_per_head:
-            return selection if isinstance(selection, np.ndarray) and selection.ndim == 1 else selection[0]
-        if isinstance(selection, list):
+            selection = selection if isinstance(selection, np.ndarray) and selection.ndim == 1 else selection[0]
+        elif isinstance(selection, list):
             raise KvmnnError(
                 f"layer {state.layer}: {self.name} keeps different numbers of tokens in heads of one layer"
             )
+        self._check_indices(selection, state)
         return selection
+
+    def _check_indices(self, indices: Indices, state: PolicyInput) -> None:
+        """Raise `KvmnnError` unless the tokens of each head are distinct and among those of `state`."""
+        ascending = np.sort(np.atleast_2d(indices), axis=1)
+        outside = ascending[(ascending < 0) | (ascending >= state.tokens)]
+        repeated = ascending[:, 1:][ascending[:, 1:] == ascending[:, :-1]]
+        if outside.size or repeated.size:
+            reason = f"token {outside[0]}" if outside.size else f"token {repeated[0]} more than once"
+            raise KvmnnError(
+                f"layer {state.layer}: {self.name} selects {reason}: expected distinct tokens among the "
+                f"{state.tokens:,} that are stored"
+            )
 
     def select_or_all(self, state: PolicyInput, trigger: Trigger | None = None) -> Indices:
         """Select as `select` does; return all indices if every token stays."""

@@ -250,7 +250,8 @@ def get_policy_class(name: str) -> type[Policy]:
         return FullCache
     policies = POLICIES | MODEL_POLICIES
     if name not in policies:
-        suggestion = suggest(name, [FullCache.name, *policies])
+        variants = [policy for policy in policies if name and policy.startswith(name)]
+        suggestion = f" (did you mean {', '.join(variants)}?)" if variants else suggest(name, [FullCache.name, *policies])
         raise KvmnnError(
             f"unknown policy {name!r}: expected {FullCache.name} or one of {', '.join(policies)}{suggestion}"
         )

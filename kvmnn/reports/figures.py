@@ -24,6 +24,7 @@ from .series import (
     group_into_series,
     is_number,
     perplexity,
+    select_memory_traces,
     select_policy_rows,
     to_float_or_nan,
 )
@@ -712,8 +713,7 @@ _LIVE, _EVICTED, _NOT_SEEN = 0, 1, 2
 
 def memory_over_time(results: EvaluationResultsProtocol) -> Figure:
     """Plot the bytes in the cache over the tokens seen; not of codecs, whose numbers are held dequantised."""
-    codec_labels = {row.label for row in results.rows if row.codec is not None}
-    traces = [trace for trace in results.traces if trace.cache_bytes and trace.label not in codec_labels]
+    traces, note = select_memory_traces(results)
     traces = [trace for trace in traces if trace.document == traces[0].document]
     if not traces:
         raise NothingToShowError("no run recorded the bytes of its cache")
@@ -740,12 +740,7 @@ def memory_over_time(results: EvaluationResultsProtocol) -> Figure:
         if has_shared_line
         else ""
     )
-    codec_text = (
-        " Rows with a codec are left out: their numbers are held dequantised, and take what those of the policy take."
-        if any(trace.label in codec_labels for trace in results.traces)
-        else ""
-    )
-    plot_style.add_caption(figure, f"Document: {traces[0].document}.{shared_text}{codec_text}")
+    plot_style.add_caption(figure, f"Document: {traces[0].document}. {note}{shared_text}")
     return figure
 
 

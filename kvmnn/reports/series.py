@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 from ..policies.policy import FullCache
 from ..policies.registry import MODEL_POLICIES, POLICIES
 from .plot_style import make_line_style
-from .records import ResultRow
+from .records import DocumentTrace, EvaluationResultsProtocol, ResultRow
 
 _SIZE_OPTIONS = ("budget", "keep_ratio")
 
@@ -41,6 +41,19 @@ class RowSeries:
 def select_policy_rows(rows: Sequence[ResultRow]) -> list[ResultRow]:
     """Return all rows except the full cache's and those without a finite perplexity."""
     return [row for row in rows if not row.is_full and is_number(row.perplexity)]
+
+
+def select_memory_traces(results: EvaluationResultsProtocol) -> tuple[list[DocumentTrace], str]:
+    """Return the traces of the cache's bytes except those of codecs, and a note on what they are."""
+    codec_labels = {row.label for row in results.rows if row.codec is not None}
+    traces = [trace for trace in results.traces if trace.cache_bytes and trace.label not in codec_labels]
+    note = "Bytes after the cut of a step; the cache peak of tables is before it."
+    if any(trace.label in codec_labels for trace in results.traces):
+        note += (
+            " Rows with a codec are left out: their numbers are held dequantized, and take what those of the policy "
+            "take."
+        )
+    return traces, note
 
 
 MAX_EQUAL_BYTES_RATIO = 1.01

@@ -161,8 +161,21 @@ COLUMNS = (
     _make_number_column("tokens/s", lambda row: row.tokens_per_second, ",.0f", 11),
     Column("policy/model time (%)", _format_policy_share, 9),
     Column("tokens kept", _format_kept_tokens, 12),
-    _make_number_column("cache mean (MiB)", lambda row: row.cache_bytes_mean, ".3f", 3, 1 / _BYTES_PER_MIB),
-    _make_number_column("cache peak (MiB)", lambda row: row.cache_bytes_peak, ".3f", 7, 1 / _BYTES_PER_MIB),
+    # of a codec the memory that is measured is that of its dequantised numbers, which a decoder need not hold
+    _make_number_column(
+        "cache mean (MiB)",
+        lambda row: row.cache_bytes_mean if row.codec is None else None,
+        ".3f",
+        3,
+        1 / _BYTES_PER_MIB,
+    ),
+    _make_number_column(
+        "cache peak (MiB)",
+        lambda row: row.cache_bytes_peak if row.codec is None else None,
+        ".3f",
+        7,
+        1 / _BYTES_PER_MIB,
+    ),
     _make_number_column("process peak (MiB)", lambda row: row.process_peak_bytes, ".0f", 21, 1 / _BYTES_PER_MIB),
     _make_number_column("bytes/token", lambda row: row.bytes_per_token, ",.0f", 2),
     _make_number_column("LOSSY ratio", lambda row: row.lossy_ratio, ".3f", 1),

@@ -389,9 +389,8 @@ def test_initial_cache_missing_or_wrong_ids_are_refused(
     for tokens, found in ((TOKENS, f"{TOKENS + 1} tokens"), (8, "9 tokens")):
         message = refusal(session, settings=EvaluationSettings(tokens=tokens, chunk=CHUNK, timing=False))
         assert message == (
-            f"trace.py.txt: --max-tokens takes {found}, a.session stands for 40: expected at least 42, as the "
-            "first token "
-            "after a cache is not scored"
+            f"trace.py.txt: --max-tokens takes {found}, a.session stands for 40: expected --max-tokens of 41 or more, "
+            "for at least 42, as the first token after a cache is not scored"
         )
     fewer = saved_starts.npz(tmp_path / "fewer.npz", layers[:5])
     assert "has K and V of 5 layers (0 to 4), " in refusal(fewer, token_ids=ids) and "has 6" in refusal(fewer)

@@ -272,7 +272,8 @@ def test_evaluate_codec_equals_a_cache_quantized_by_hand() -> None:
 
 def test_codecs_that_do_not_fit_are_refused_by_name(model: Path) -> None:
     settings = EvaluationSettings(tokens=60, chunk=4, timing=False)
-    result = evaluate(model, document(), codecs=["q8_0", "kivi:group=7,recent=0"], settings=settings, jobs=0)
+    with pytest.warns(RefusalWarning, match="q8_0 was not run: "):
+        result = evaluate(model, document(), codecs=["q8_0", "kivi:group=7,recent=0"], settings=settings, jobs=0)
     assert [entry.label for entry in result.refused] == ["q8_0", "kivi:group=7,recent=0"]
     assert "do not fit a head_dim" in result.refused[0].reason
     with pytest.raises(KvmnnError, match="packed or in the lossless runtime or by a codec"):

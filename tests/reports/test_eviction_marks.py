@@ -171,6 +171,13 @@ def test_report_of_evaluation_compares_rows_of_unequal_bytes_fairly(rows: list[R
     ) in text
 
 
+def test_report_of_evaluation_compares_rows_that_cut_the_prompt_apart(rows: list[ResultRow], tmp_path: Path) -> None:
+    apart = [replace(entry, prompt_only=entry.label == "streaming 64") for entry in rows]
+    text = make_report([saved(results(apart), tmp_path / "e.json")]).to_markdown().replace("\\", "")
+    assert "64 tokens kept: recent_only 64, perplexity +10.00%." in text
+    assert "64 tokens of the prompt kept: streaming 64, perplexity +20.00%." in text
+
+
 def test_report_of_evaluation_opens_with_its_cost(rows: list[ResultRow], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     report = make_report([saved(results(rows), tmp_path / "e.json")])

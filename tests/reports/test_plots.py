@@ -492,7 +492,7 @@ def test_memory_over_time_identical_policies_share_a_line() -> None:
         line for line in made.axes[0].lines if not line.get_clip_on() and line.get_color() != plot_style.INK_COLOUR
     ]
     assert samples and {line.get_linestyle() for line in samples} == {"-"}
-    assert "these policies hold the same, their colours take turns" in made.texts[0].get_text()
+    assert "these policies hold the same, their colours take turns" in " ".join(made.texts[0].get_text().split())
     alone = figures.memory_over_time(replace(sample, traces=traces[:2]))
     assert "take turns" not in alone.texts[0].get_text() and "codec" not in alone.texts[0].get_text()
 
@@ -506,6 +506,8 @@ def test_memory_over_time_leaves_codecs_out_and_says_so() -> None:
     plain = figures.memory_over_time(replace(sample, traces=traces[:2]))
     assert len(made.axes[0].lines) == len(plain.axes[0].lines)
     assert "Rows with a codec are left out" in made.texts[0].get_text()
+    for caption in (made.texts[0].get_text(), plain.texts[0].get_text()):
+        assert "Bytes after the cut of a step; the cache peak of tables is before it." in " ".join(caption.split())
 
 
 def test_find_improvements_measures_each_step_alone() -> None:

@@ -44,6 +44,14 @@ def test_markdown_rows_use_the_units_of_the_headings() -> None:
     assert (cut["LOSSY ratio"], cut["LOSSLESS ratio"], cut["product"]) == ("16.000", "1.3219", "21.150")
 
 
+def test_markdown_row_of_a_codec_has_no_memory_of_its_dequantized_numbers() -> None:
+    sample = document()
+    coded = replace(sample.rows[1], label="q4_0", codec="q4_0")
+    full, line = cells(tables.format_markdown(replace(sample, rows=(sample.rows[0], coded))))
+    assert "-" not in (full["cache mean (MiB)"], full["cache peak (MiB)"])
+    assert line["cache mean (MiB)"] == line["cache peak (MiB)"] == "-" and line["LOSSY ratio"] == "16.000"
+
+
 def test_markdown_omits_columns_without_values() -> None:
     text = tables.format_markdown(document())
     assert "process peak" not in text  # the document has none

@@ -97,11 +97,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         require_packages("onnxruntime", "onnx", "tokenizers", "matplotlib")  # all in one message
     from ...evaluation import evaluate
+    from ...evaluation.runner import ignore_refusals
 
     with ExitStack() as stack:
         write = _prepare_outputs(arguments, stack)
         start = stack.enter_context(eval_options.open_initial_cache(arguments))
-        with EvaluationProgressDisplay(arguments) as progress:
+        with EvaluationProgressDisplay(arguments) as progress, ignore_refusals():
             result = evaluate(
                 arguments.model,
                 arguments.text,

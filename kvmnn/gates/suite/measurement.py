@@ -16,6 +16,7 @@ from ..._util.text import pluralize
 from ...dtypes import Floats
 from ...errors import KvmnnError
 from ...evaluation import EvaluationSettings, TaskOptions, evaluate, evaluate_tasks
+from ...evaluation.runner import ignore_refusals
 from ...evaluation.settings import build_configuration
 from ...evaluation.task_result import TaskScore
 from ...files.schema import Record
@@ -375,21 +376,22 @@ def measure_perplexity_change(
 ) -> PerplexityChange:
     """Evaluate the planner of a case, and a codec that is LOSSY, on the beginnings of texts."""
     settings = case.settings
-    result = evaluate(
-        model,
-        [truncate_document(document, settings.quality_tokens) for document in documents[: settings.quality_texts]],
-        [build_configuration(H2OEngine.name, H2OEngine.parse_engine_options(case.engine))],
-        settings=EvaluationSettings(
-            tokens=settings.quality_tokens,
-            prompt=settings.quality_prompt,
-            threads=settings.threads,
-            seed=settings.seed,
-            lossless=_select_runtime(case),
-        ),
-        jobs=jobs,
-        store=store,
-        progress=progress,
-    )
+    with ignore_refusals():
+        result = evaluate(
+            model,
+            [truncate_document(document, settings.quality_tokens) for document in documents[: settings.quality_texts]],
+            [build_configuration(H2OEngine.name, H2OEngine.parse_engine_options(case.engine))],
+            settings=EvaluationSettings(
+                tokens=settings.quality_tokens,
+                prompt=settings.quality_prompt,
+                threads=settings.threads,
+                seed=settings.seed,
+                lossless=_select_runtime(case),
+            ),
+            jobs=jobs,
+            store=store,
+            progress=progress,
+        )
     if result.refused:
         raise KvmnnError(f"{case.name}: {result.refused[0].reason}")
     row, texts = result.rows[-1], result.documents

@@ -15,6 +15,7 @@ from ..._util.packages import get_version
 from ..._util.text import pluralize, wrap_lines
 from ...errors import KvmnnError, OptionError
 from ...evaluation import EvaluationSettings, evaluate
+from ...evaluation.runner import ignore_refusals
 from ...evaluation.runner import hash_model
 from ...evaluation.scoring import MIN_DOCUMENTS_FOR_INTERVAL
 from ...evaluation.settings import Configuration, resolve_configurations
@@ -384,20 +385,21 @@ class Search:
         settings = self._settings
         progress.begin_run(f"perplexity of {len(configurations)} policies and budgets, {len(documents)} texts")
         quality_progress = PerplexityProgress(steps, progress.advance)
-        result = evaluate(
-            self._model,
-            documents,
-            configurations,
-            settings=EvaluationSettings(
-                tokens=settings.quality_tokens,
-                prompt=settings.quality_prompt,
-                threads=settings.threads,
-                seed=settings.seed,
-            ),
-            jobs=self._jobs,
-            store=self._directory / CELLS_JOURNAL,
-            progress=quality_progress,
-        )
+        with ignore_refusals():
+            result = evaluate(
+                self._model,
+                documents,
+                configurations,
+                settings=EvaluationSettings(
+                    tokens=settings.quality_tokens,
+                    prompt=settings.quality_prompt,
+                    threads=settings.threads,
+                    seed=settings.seed,
+                ),
+                jobs=self._jobs,
+                store=self._directory / CELLS_JOURNAL,
+                progress=quality_progress,
+            )
         progress.advance(quality_progress.remaining_units)
         configuration_by_label = {entry.label: entry for entry in configurations}
         has_interval = len(documents) >= min(MIN_DOCUMENTS_FOR_INTERVAL, settings.quality_texts)

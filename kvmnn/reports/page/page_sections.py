@@ -16,7 +16,15 @@ from ...runtime.replay import ReplayResult
 from .. import tables
 from ..break_even import BreakEvenReport
 from ..records import ResultRow, find_full_row
-from ..series import describe_untried, format_prompt_note, group_into_series, is_number, perplexity, select_policy_rows
+from ..series import (
+    describe_untried,
+    format_prompt_note,
+    group_into_series,
+    is_number,
+    perplexity,
+    select_memory_traces,
+    select_policy_rows,
+)
 from ..table import NO_EVICTION_MARK
 from ..tables import add_no_eviction_mark, build_table
 from .blocks import (
@@ -669,7 +677,8 @@ def _build_replay_memory_blocks(name: str, replay: ReplayResult) -> list[Block]:
 
 
 def _build_evaluation_memory_blocks(name: str, evaluation: EvaluationResult) -> list[Block]:
-    traces = [trace for trace in evaluation.traces if trace.cache_bytes][:8]
+    all_traces, note = select_memory_traces(evaluation)
+    traces = all_traces[:8]
     if not traces:
         return [
             make_missing_note(
@@ -683,8 +692,10 @@ def _build_evaluation_memory_blocks(name: str, evaluation: EvaluationResult) -> 
         series.append(
             ChartSeries(trace.label, points, style_number, is_dashed=style_number % 2 == 1, has_markers=False)
         )
-    more_text = f" {len(evaluation.traces) - 8:,} more are not drawn." if len(evaluation.traces) > 8 else ""
-    summary = f"K and V held over the tokens of {traces[0].document}, from {name}, a line for each policy.{more_text}"
+    more_text = f" {len(all_traces) - 8:,} more are not drawn." if len(all_traces) > 8 else ""
+    summary = (
+        f"K and V held over the tokens of {traces[0].document}, from {name}, a line for each policy.{more_text} {note}"
+    )
     if len({trace.cache_bytes for trace in traces}) < len(traces):
         summary += " Policies that hold the same lie over each other."
     return [

@@ -56,14 +56,16 @@ def _iter_budget_costs(name: str, evaluation: EvaluationResult) -> Iterator[str]
     name_prefix = f"{name}: " if name else ""
     if full_cache_row is not None and is_number(full_cache_row.perplexity):
         candidates = [row for row in policy_rows if row.budget is not None and not row.is_untried]
-        budgets = sorted({row.budget or 0 for row in candidates})
-        for budget in budgets[:_MAX_BUDGETS]:
-            budget_rows = [row for row in candidates if row.budget == budget]
+        # a budget of the prompt is another one: all later tokens stay, as in the table by size
+        budgets = sorted({(row.prompt_only, row.budget or 0) for row in candidates})
+        for is_of_prompt, budget in budgets[:_MAX_BUDGETS]:
+            budget_rows = [row for row in candidates if (row.prompt_only, row.budget) == (is_of_prompt, budget)]
             full_perplexity = to_float_or_nan(full_cache_row.perplexity)
             best_rows = select_best_rows(budget_rows)
             best_rows = best_rows[:1] if has_equal_bytes(best_rows) else best_rows
             changes = [f"{to_float_or_nan(row.perplexity) / full_perplexity - 1:+.2%}" for row in best_rows]
-            subject = f"{name_prefix}{pluralize(budget, 'token')} kept"
+            scope = " of the prompt" if is_of_prompt else ""
+            subject = f"{name_prefix}{pluralize(budget, 'token')}{scope} kept"
             if len(best_rows) == 1:
                 best_of_text = "" if len(budget_rows) == 1 else f" is the best of {len(budget_rows):,}"
                 yield f"{subject}: {best_rows[0].label}{best_of_text}, perplexity {changes[0]}."

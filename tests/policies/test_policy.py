@@ -84,6 +84,25 @@ def test_minimal_policy_of_one_method_works() -> None:
     assert cache.finish_attention().positions.tolist() == [0, 2, 4, 6]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Given(Policy):
+    name = "given"
+    indices: tuple[int, ...] = ()
+
+    def select_tokens(self, view: PolicyInput) -> np.ndarray:
+        return np.array(self.indices)
+
+
+@pytest.mark.parametrize(
+    ("indices", "reason"),
+    [((0, 5, 35), "token 35"), ((3, -1), "token -1"), ((4, 0, 4), "token 4 more than once")],
+)
+def test_policy_selection_of_tokens_that_are_not_stored_is_refused(indices: tuple[int, ...], reason: str) -> None:
+    with pytest.raises(KvmnnError, match=f"layer 2: given selects {reason}: expected distinct tokens among the 32 "):
+        Given(indices=indices).select_or_all(LayerState(tokens=32, layer=2))
+    assert Given(indices=(31, 0)).select_or_all(LayerState(tokens=32)).tolist() == [31, 0]
+
+
 def test_policy_rows_of_different_lengths_when_stacked() -> None:
     scores = np.array([[1, 2, 3], [0, 0, 9]], np.float32)
     one = AboveMean()

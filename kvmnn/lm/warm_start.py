@@ -273,7 +273,9 @@ class InitialCache:
             is_limited = 0 < document.requested_tokens <= document.num_scored
             min_tokens = self.tokens_seen + 2
             # a text's first token counts as none of --max-tokens
-            expected = f"--max-tokens of {min_tokens - len(ids) + document.requested_tokens:,} or more, for " * is_limited
+            expected = (
+                f"--max-tokens of {min_tokens - len(ids) + document.requested_tokens:,} or more, for " * is_limited
+            )
             raise OptionError(
                 f"{document.name}: {'--max-tokens takes' if is_limited else 'has'} {pluralize(len(ids), 'token')}, "
                 f"{self.name} stands for {self.tokens_seen:,}: expected {expected}at least {min_tokens:,}, as the "

@@ -78,6 +78,8 @@ class Record:
     def to_dataframe(self, rows: str = "") -> Any:
         """Return the result's table as a ``pandas.DataFrame``, with nested keys joined by dots.
 
+        A list of numbers is one column (``tokens_kept``), where CSV has one for each element (``tokens_kept.0``).
+
         Parameters
         ----------
         rows

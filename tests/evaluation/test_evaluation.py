@@ -14,7 +14,7 @@ import pytest
 from repository import FIXTURES
 
 from kvmnn.errors import KvmnnError, MissingDependencyError, OptionError, SourceError
-from kvmnn.evaluation import EvaluationResult, evaluate, workers
+from kvmnn.evaluation import EvaluationResult, RefusalWarning, evaluate, workers
 from kvmnn.evaluation.presets import expand_preset
 from kvmnn.evaluation.runner import CellStore, hash_model
 from kvmnn.evaluation.settings import Configuration, EvaluationSettings, expand_configurations

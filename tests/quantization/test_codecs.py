@@ -11,7 +11,7 @@ from repository import FIXTURES
 from tiny_decoders import Tiny
 
 from kvmnn.errors import KvmnnError
-from kvmnn.evaluation import evaluate
+from kvmnn.evaluation import RefusalWarning, evaluate
 from kvmnn.evaluation.settings import EvaluationSettings
 from kvmnn.formats.llama.state import GGML_TYPES, dequantize
 from kvmnn.lm.documents import Document

@@ -15,8 +15,7 @@ from ..._util.packages import get_version
 from ..._util.text import pluralize, wrap_lines
 from ...errors import KvmnnError, OptionError
 from ...evaluation import EvaluationSettings, evaluate
-from ...evaluation.runner import ignore_refusals
-from ...evaluation.runner import hash_model
+from ...evaluation.runner import hash_model, ignore_refusals
 from ...evaluation.scoring import MIN_DOCUMENTS_FOR_INTERVAL
 from ...evaluation.settings import Configuration, resolve_configurations
 from ...files.atomic import FileOutput, wrap_os_errors

@@ -179,6 +179,12 @@ _COLUMNS = (
 )
 
 
+_HEADING_LINES = (
+    f"{'':<{_NAME_COLUMNS}} {'':>7} {'encode MB/s':>17} {'decode MB/s':>17} {'break-even':>10}",
+    f"{'codec':<{_NAME_COLUMNS}} {'ratio':>7} {'cpu':>8} {'wall':>8} {'cpu':>8} {'wall':>8} {'MB/s':>10}",
+)
+
+
 @dataclass(frozen=True)
 class ArrayBenchReport(Record):
     """Results of all codecs on one array."""
@@ -219,11 +225,7 @@ class ArrayBenchReport(Record):
         return [{**result.to_dict(), "dominated_by": dominated_by.get(result.codec)} for result in self.results]
 
     def __str__(self) -> str:
-        lines = [
-            f"{'':<{_NAME_COLUMNS}} {'':>7} {'encode MB/s':>17} {'decode MB/s':>17} {'break-even':>10}",
-            f"{'codec':<{_NAME_COLUMNS}} {'ratio':>7} {'cpu':>8} {'wall':>8} {'cpu':>8} {'wall':>8} {'MB/s':>10}",
-        ]
-        lines += [str(result) for result in self.results]
+        lines = [*_HEADING_LINES, *map(str, self.results)]
         if self.missing:
             names = ", ".join(self.missing)
             lines.append(f"not measured, as they are not installed: {names} (pip install {' '.join(self.missing)})")
@@ -285,9 +287,19 @@ class BenchReport(Record):
     #: Where the codecs that succeeded on every array pay; None if there is none.
     break_even: BreakEvenReport | None = field(default=None, metadata={"omit": True})
 
+    @property
+    @json_key(after="arrays")
+    def totals(self) -> tuple[CodecBenchResult, ...]:
+        """Return the sums of bytes and of times of each codec that succeeded on every array."""
+        return tuple(_sum_results(self.arrays))
+
     def __str__(self) -> str:
         blocks = [f"{report.format_heading(self.threads)}\n{report}" for report in self.arrays]
-        is_timed = any(result.raw_bytes >= MIN_RATE_BYTES for report in self.arrays for result in report.results)
+        totals = self.totals
+        if len(self.arrays) > 1 and totals:
+            heading = f"All {len(self.arrays):,} arrays, sums of bytes and of times; codecs that succeeded on each:"
+            blocks.append("\n".join([heading, *_HEADING_LINES, *map(str, totals)]))
+        is_timed = any(result.raw_bytes >= MIN_RATE_BYTES for result in totals)
         return "\n\n".join([*blocks, *([str(self.break_even)] if self.break_even is not None and is_timed else [])])
 
 
@@ -365,7 +377,7 @@ def _make_report(
     link: float | None,
 ) -> BenchReport:
     machine = MachineInfo(platform.processor() or platform.machine(), cpu_count(), platform.system())
-    times = _sum_codec_times(reports)
+    times = [_make_codec_times(result) for result in _sum_results(reports)]
     break_even = None
     if times:
         token_bytes = None if engine is None else _compute_token_bytes(source)
@@ -444,27 +456,47 @@ def _compute_token_bytes(source: Source) -> float:
     return sum(entry.array.nbytes for entry in arrays) / max(max(entry.geometry[1] for entry in arrays), 1)
 
 
-def _sum_codec_times(reports: Sequence[ArrayBenchReport]) -> list[CodecTimes]:
-    """Sum sizes and times of each codec that succeeded on every array; those at the 95th percentile as well."""
-    times = []
+def _sum_results(reports: Sequence[ArrayBenchReport]) -> list[CodecBenchResult]:
+    """Sum sizes and times of each codec that succeeded on every array; LOSSY ones only run on one array of all."""
+    totals = []
     for codec in dict.fromkeys(result.codec for report in reports for result in report.results):
         results = [result for report in reports for result in report.results if result.codec == codec]
         encodes = [result.encode for result in results if result.encode is not None]
         decodes = [result.decode for result in results if result.decode is not None]
         if len(encodes) < len(reports) or len(decodes) < len(reports):
             continue
-        times.append(
-            CodecTimes(
-                codec=codec,
+        totals.append(
+            replace(
+                results[0],
                 raw_bytes=sum(result.raw_bytes for result in results),
                 stored_bytes=sum(result.stored_bytes for result in results),
-                encode_p50=sum(timing.wall for timing in encodes),
-                encode_p95=sum(timing.wall_p95 or timing.wall for timing in encodes),
-                decode_p50=sum(timing.wall for timing in decodes),
-                decode_p95=sum(timing.wall_p95 or timing.wall for timing in decodes),
+                encode=_sum_timings(encodes),
+                decode=_sum_timings(decodes),
+                rounds=min((result.rounds for result in results if result.rounds is not None), default=None),
             )
         )
-    return times
+    return totals
+
+
+def _sum_timings(timings: Sequence[Timing]) -> Timing:
+    return Timing(
+        sum(timing.wall for timing in timings),
+        sum(timing.cpu for timing in timings),
+        sum(timing.wall_p95 or timing.wall for timing in timings),
+    )
+
+
+def _make_codec_times(total: CodecBenchResult) -> CodecTimes:
+    encode, decode = total.encode or Timing(0.0, 0.0), total.decode or Timing(0.0, 0.0)
+    return CodecTimes(
+        codec=total.codec,
+        raw_bytes=total.raw_bytes,
+        stored_bytes=total.stored_bytes,
+        encode_p50=encode.wall,
+        encode_p95=encode.wall_p95 or encode.wall,
+        decode_p50=decode.wall,
+        decode_p95=decode.wall_p95 or decode.wall,
+    )
 
 
 def count_runs(

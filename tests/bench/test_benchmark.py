@@ -137,6 +137,24 @@ def test_bench_pareto_front_has_undominated_codecs():
     assert "dominated" not in str(replace(report, sample_bytes=1000))
 
 
+def test_bench_totals_are_sums_over_all_arrays(tmp_path, capsys, monkeypatch):
+    """So that small arrays, which have no speeds of their own, have them together."""
+    monkeypatch.setattr(codecs, "find_installed_codecs", lambda dtype, threads: ([], []))
+    halves = np.random.default_rng(1).standard_normal((2, 300_000)).astype(np.float16)
+    np.savez(tmp_path / "kv.npz", a=halves[0], b=halves[1])
+    report = bench.compare(kvmnn.open(tmp_path / "kv.npz"), repeats=1)
+    total = next(result for result in report.totals if result.codec == "kvmnn fast")
+    parts = [result for array in report.arrays for result in array.results if result.codec == total.codec]
+    assert total.raw_bytes == halves.nbytes and total.stored_bytes == sum(part.stored_bytes for part in parts)
+    assert total.encode.wall == pytest.approx(sum(part.encode.wall for part in parts))
+    assert report.to_dict()["totals"][0]["raw_bytes"] == halves.nbytes
+    block = str(report).split("\n\n")[2].splitlines()
+    assert block[0].startswith("All 2 arrays, sums of bytes and of times") and str(total) in block
+    assert " - " not in str(total) and " - " in str(parts[0])
+    np.save(tmp_path / "k.npy", halves[0])
+    assert "All 1" not in str(bench.compare(kvmnn.open(tmp_path / "k.npy"), repeats=1))
+
+
 def test_bench_damaged_array_is_refused(tmp_path, capsys):
     words = np.arange(3000, dtype=np.uint16).view(np.float16)
     np.savez(tmp_path / "x.npz", words)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from .._util.text import pluralize
 from ..errors import KvmnnError
 from ..lm.runner import Runner
 from ..lm.session import DecoderSession
@@ -97,7 +98,9 @@ def evaluate_with_compression(
         tokenizer = Tokenizer.open_for_model(os.fspath(model) if tokenizer is None else tokenizer)  # type: ignore[arg-type]
     ids = np.asarray(tokenizer.encode(text), np.int64)[:max_tokens]
     if len(ids) < 2:
-        raise KvmnnError(f"the text has {len(ids)} tokens: expected at least 2, as the first one is not scored")
+        raise KvmnnError(
+            f"the text has {pluralize(len(ids), 'token')}: expected at least 2, as the first one is not scored"
+        )
     session = model if isinstance(model, DecoderSession) else DecoderSession.open(model, threads=threads)
     limit = session.interface.max_positions
     if limit is not None and len(ids) > limit:

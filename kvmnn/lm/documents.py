@@ -337,7 +337,9 @@ def _build_document(location: str, name: str, text: _LoadedText, tokenizer: Text
     is_added = bos is not None and not has_own_bos
     ids = np.concatenate([np.array([bos], np.int64), text_ids[:tokens]]) if is_added else text_ids[: tokens + 1]
     if len(ids) < 2:
-        raise SourceError(f"{location}: has {len(text_ids)} tokens: expected at least {1 if is_added else 2}")
+        raise SourceError(
+            f"{location}: has {pluralize(len(text_ids), 'token')}: expected at least {1 if is_added else 2}"
+        )
     scored_ids = ids[1:]
     is_whole_text = text.is_complete and is_added and len(scored_ids) == len(text_ids)
     nbytes = text.num_bytes if is_whole_text else count_text_bytes(tokenizer, scored_ids)

@@ -69,7 +69,7 @@ def test_read_document_without_bos_does_not_score_first_token(tmp_path):
     assert found.own_ids.tolist() == found.ids.tolist()
     assert read_document(path, Letters(), 2).ids.tolist() == [97, 98, 99]
     path.write_text("a")
-    with pytest.raises(SourceError, match=r"text: has 1 tokens: expected at least 2$"):
+    with pytest.raises(SourceError, match=r"text: has 1 token: expected at least 2$"):
         read_document(path, Letters(), 2)
 
 

@@ -253,7 +253,7 @@ def test_policy_in_evicting_cache_keeps_rows_together(name: str, options: dict[s
     ("name", "options", "message"),
     [
         ("l2", {}, "unknown policy 'l2': expected full or one of l2_ratio, "),
-        ("h2o", {}, " (did you mean h2o_tokens, h2o_blocks, "),
+        ("h2o", {}, "did you mean h2o_tokens, h2o_blocks, "),
         ("knorm", {"ratio": 1}, "knorm has no option 'ratio': expected budget, keep_ratio, skip_layers"),
         ("knorm", {}, "knorm: expected a budget"),
         ("knorm", {"budget": 3, "keep_ratio": 0.5}, "expected only one"),

@@ -251,9 +251,9 @@ def get_policy_class(name: str) -> type[Policy]:
     policies = POLICIES | MODEL_POLICIES
     if name not in policies:
         variants = [policy for policy in policies if name and policy.startswith(name)]
-        suggestion = (
-            f" (did you mean {', '.join(variants)}?)" if variants else suggest(name, [FullCache.name, *policies])
-        )
+        suggestion = suggest(name, [FullCache.name, *policies])
+        if variants and not suggestion:
+            suggestion = f" (did you mean {', '.join(variants)}?)"
         raise KvmnnError(
             f"unknown policy {name!r}: expected {FullCache.name} or one of {', '.join(policies)}{suggestion}"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,10 @@ def test_notebook_runs_and_shows_its_stored_outputs(notebooks: Any) -> None:
     assert [cell["source"] for cell in now["cells"]] == [cell["source"] for cell in stored["cells"]]
     shown = [[sorted(output.get("data", {})) for output in cell.get("outputs", [])] for cell in now["cells"]]
     assert shown == [[sorted(output.get("data", {})) for output in cell.get("outputs", [])] for cell in stored["cells"]]
-    assert now["cells"][-1]["outputs"][0]["text"] == stored["cells"][-1]["outputs"][0]["text"]
+    # processors round the model's numbers otherwise: sizes of frames differ by a few bytes, ratios do not
+    texts = ["".join(notebook["cells"][-1]["outputs"][0]["text"]) for notebook in (now, stored)]
+    shown_now, shown_before = (re.sub(r"-> [\d,]+ bytes", "-> N bytes", text) for text in texts)
+    assert shown_now == shown_before and shown_now.count("-> N bytes") > 1
     (table,) = (cell for cell in now["cells"] if "keydiff" in "".join(cell["source"]))
     assert "streaming 128" in "".join(table["outputs"][0]["data"]["text/html"])
 

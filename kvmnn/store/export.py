@@ -29,7 +29,6 @@ from .encryption import KEY_VARIABLE, NO_CIPHER, SEALED_MAGIC, StoreCipher, Stor
 from .namespace import MAX_TOKENS, Ids, Namespace, TokenSequence, parse_namespace, validate_session_name
 from .results import PutResult
 from .unit import (
-    LAYER_CODECS,
     MAX_TABLE_SETS_BYTES,
     DamagedUnitError,
     DenseUnitInfo,
@@ -211,17 +210,18 @@ def is_lossy(path: str | os.PathLike[str], key: StoreKey | bytes | None = None) 
     SourceError, OptionError
         As `read_exported`.
     """
+    return any(unit.is_lossy for unit in _read_units(path, key))
+
+
+def _read_units(path: str | os.PathLike[str], key: StoreKey | bytes | None) -> list[Unit]:
     cipher = make_cipher(key)
     _, slices, _ = _read_slices(_open_exported(path, cipher), cipher)
-    infos = [loaded_slice.unit.layer_info for loaded_slice in slices]
-    return any(info is not None and info.codec == LAYER_CODECS[1] for info in infos)
+    return [loaded_slice.unit for loaded_slice in slices]
 
 
 def read_layer_info(path: str | os.PathLike[str], key: StoreKey | bytes | None = None) -> LayerUnitInfo | None:
     """Return codec and profile of an exported sequence, None unless all its units have them; raise as `is_lossy`."""
-    cipher = make_cipher(key)
-    _, slices, _ = _read_slices(_open_exported(path, cipher), cipher)
-    infos = [loaded_slice.unit.layer_info for loaded_slice in slices]
+    infos = [unit.layer_info for unit in _read_units(path, key)]
     first = infos[0]
     if first is None:
         return None

@@ -66,6 +66,8 @@ def split_codec(text: str, engine_codecs: str = "mnn, dense, ") -> tuple[str, st
         if key not in types or key in settings:
             expected = ", ".join(f"{option}=FILE" if types[option] is str else f"{option}=N" for option in types)
             raise argparse.ArgumentTypeError(f"{text!r}: {key!r}: expected {expected}")
+        if types[key] is str and not value:
+            raise argparse.ArgumentTypeError(f"{text!r}: {key} is empty: expected {key}=FILE")
         try:
             settings[key] = types[key](value)
         except ValueError:

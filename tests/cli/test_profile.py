@@ -634,6 +634,7 @@ def test_encode_adapt_with_jobs_writes_a_folder_for_each_file(run, tmp_path) -> 
         ("transform:{p},kl=-1", "kl is -1.0: expected 1e-09 to 100"),
         ("transform:{p},kl=1,ratio=2", "kl, ratio and bits: expected one of them"),
         ("transform:{p},recent=-1", "recent is -1: expected at least 0"),
+        ("transform:{p},attention", "attention is empty: expected attention=FILE"),
         ("profile:{p},below=7", "below is 7: expected at most 2"),
     ],
 )

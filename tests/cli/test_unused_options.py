@@ -75,6 +75,7 @@ def here(tmp_path, monkeypatch, run):
         ("measure dump --to-fp16 x --layer-ids 1", "--layer-ids is not for --to-fp16"),
         ("measure dump --dtype bf16", "--dtype is for other inputs than KV dumps, which say it themselves"),
         ("measure dump --kv-heads 2", f"--kv-heads {NO_HEADS} dump holds none"),
+        ("store put st kv.npz --name a --token-ids 1", f"--name {NOT_PACKED} kv.npz holds none: --label names a text"),
     ],
 )
 def test_options_without_effect_are_refused(here, run, argv, said):

@@ -406,7 +406,8 @@ def _list_notes(
     settings: dict[str, Any] = {key: value for key, value in document.options.items() if key != "attention"}
     options = TransformOptions(**settings)
     target = 16 / options.bits if options.bits is not None else options.ratio
-    ratio = document.ratio * 2 / dtypes.DTYPES[reader.dtype].itemsize  # over fp16, as the target is
+    itemsize = dtypes.DTYPES[reader.dtype].itemsize
+    ratio = document.ratio * 2 / itemsize  # over fp16, as the target is
     if target is None or not is_size_missed(ratio, target):
         return notes
     unlike = "the profile is of other texts"
@@ -421,11 +422,12 @@ def _list_notes(
     elif num_exact * target > _MAX_EXACT_SHARE * document.tokens:
         reason = f"{num_exact:,} of {document.tokens:,} tokens are exact and come on top"
         share = num_exact / document.tokens  # as large as they are, the others should have reached the target
-        if is_size_missed(ratio, 1 / ((1 - share) / target + share * dtypes.DTYPES[reader.dtype].itemsize / 2)):
+        if is_size_missed(ratio, 1 / ((1 - share) / target + share * itemsize / 2)):
             reason += f", and {unlike}"
     if options.bits is not None:
         return (*notes, f"{options.bits:g} bits were asked for, {16 / ratio:.2f} reached: {reason}")
-    return (*notes, f"ratio {target:g} was asked for, {ratio:.2f} reached: {reason}")
+    base = "" if itemsize == 2 else " over words of 16 bits"
+    return (*notes, f"ratio {target:g}{base} was asked for, {ratio:.2f} reached: {reason}")
 
 
 def _compare_dtypes(profile: Profile, reader: LayerReader) -> tuple[str, ...]:

@@ -401,8 +401,9 @@ def refuse_idle_packed_options(
     if given_names and not any(map(may_be_packed, paths)):
         for name in given_names:
             subject = "packed files of MNN's" + (" and caches of llama.cpp" if name in HEAD_OPTIONS else "")
+            subject += f", and {' '.join(paths)} holds none"
             hint = ": --label names a text of a store" if name == "name" and hasattr(arguments, "label") else ""
-            shared_options.refuse_given(arguments, [name], f"is about {subject}, and {' '.join(paths)} holds none{hint}")
+            shared_options.refuse_given(arguments, [name], f"is about {subject}{hint}")
 
 
 def check_provenance(arguments: argparse.Namespace, info: CacheInfo | None, where: str) -> None:

@@ -15,7 +15,7 @@ from .tables import choose_format
 TableFormat = Literal["latex", "csv", "markdown"]
 TABLE_FORMAT_BY_SUFFIX: dict[str, TableFormat] = {".tex": "latex", ".csv": "csv", ".md": "markdown"}
 MAX_COLUMNS = 12
-"""Columns of a table that has no columns of its own: more are in CSV alone."""
+"""Columns of a table that has no columns of its own: of several rows, more are in CSV alone; a single row is turned."""
 
 
 def list_result_tables(result: Any) -> list[Table]:
@@ -24,6 +24,10 @@ def list_result_tables(result: Any) -> list[Table]:
         return list(result.to_tables())
     rows = list_rows(result.to_dict(), getattr(result, "rows_path", ""))
     names = [name for name in list_columns(rows) if any(row.get(name) not in (None, "", []) for row in rows)]
+    if len(rows) == 1 and len(names) > MAX_COLUMNS:
+        columns = [Column("field", lambda name: name.replace("_", " "), is_left_aligned=True)]
+        columns.append(Column("value", partial(_format_value, rows[0])))
+        return [Table.from_items("", columns, names)]
     columns = [
         Column(name.replace("_", " "), partial(_format_value, name=name), is_left_aligned=_is_text(rows, name))
         for name in names[:MAX_COLUMNS]

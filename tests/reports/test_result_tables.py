@@ -48,6 +48,20 @@ def test_format_result_markdown_is_a_table() -> None:
     assert format_result(_Result(), "markdown").splitlines()[1] == "| --- | ---: | ---: | ---: | ---: |"
 
 
+class _WideResult:
+    def __init__(self, rows: int) -> None:
+        self.rows_path, self.rows = "rows", [{f"a_{i}": i + row for i in range(13)} for row in range(rows)]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"rows": self.rows}
+
+
+def test_format_result_turns_a_single_row_of_many_fields() -> None:
+    lines = format_result(_WideResult(1), "markdown").splitlines()
+    assert lines == ["| field | value |", "| --- | ---: |", *(f"| a {i} | {i} |" for i in range(13))]
+    assert format_result(_WideResult(2), "markdown").count("\n") == 4
+
+
 def test_infer_table_format_of_other_suffixes_is_an_error() -> None:
     assert [infer_table_format(f"x{suffix}") for suffix in (".tex", ".csv", ".MD")] == ["latex", "csv", "markdown"]
     with pytest.raises(OptionError, match=r"not written as \.xlsx"):
@@ -81,8 +95,14 @@ def test_table_option_writes_the_table_of_each_verb(tmp_path: Path, monkeypatch:
     assert "layer_0.key" in Path("d.md").read_text().replace("\\", "")
     run("plan", "kv.npz", "--policy", "streaming:budget=16", "--table", "p.md")
     assert Path("p.md").read_text().count("\n") == 3
-    shutil.rmtree("f")
-    for name in ("other.npz", "v.csv", "i.tex", "d.md", "p.md"):
+    run("store", "put", "S", "kv.npz", "--token-ids", ",".join(map(str, range(30))), "--fingerprint", "m")
+    run("store", "stat", "S", "--table", "s.md")
+    assert "| policy | lru |" in Path("s.md").read_text()
+    run("store", "stat", "S", "--table", "s.md", "-f")
+    assert "--force says nothing to store stat" in run("store", "stat", "S", "-f", code=2).err
+    for name in ("f", "S"):
+        shutil.rmtree(name)
+    for name in ("other.npz", "s.md", "v.csv", "i.tex", "d.md", "p.md"):
         Path(name).unlink()
     assert "--table says nothing to gate parse" in run("gate", "parse", "t.csv", "--table", "h.csv", code=2).err
     assert "expected a name that ends in .tex, .csv or .md" in run("bench", "kv.npz", "--table", "x.xls", code=2).err

@@ -905,7 +905,8 @@ def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
     from ...store.directory.index import DamagedIndexError
 
     action = _SPEC_BY_ACTION[arguments.action]
-    idle_names = [name for name in _ALL_OPTIONS if name not in action.options]
+    used_options = action.options if arguments.table is None else (*action.options, "force")
+    idle_names = [name for name in _ALL_OPTIONS if name not in used_options]
     shared_options.refuse_given(arguments, idle_names, f"says nothing to store {arguments.action}")
     if arguments.action == "simulate":
         return store_simulation.run_simulation(arguments), 0

@@ -14,6 +14,7 @@ import numpy as np
 
 from .._util.dataclass import dataclass
 from ..arrays.layer_cache import LayerCache
+from ..arrays.source import ROUNDED_TEXT, join_losses
 from ..dense import RopeConfig
 from ..dtypes import Bytes
 from ..errors import KvmnnError, OptionError, SourceError
@@ -106,7 +107,7 @@ class SequenceExporter:
         parent = self.sequence.get_parent_key(begin_token // block_tokens)
         ids = self.sequence.ids[slice(*span)]
         unit = Unit(self.namespace.key, parent, begin_token, ids, *encoded_units[0])
-        unit = replace(unit, layer_info=header.layer_info, is_rounded=header.is_rounded)
+        unit = replace(unit, layer_info=header.layer_info, is_rounded=header.has_loss)
         return np.frombuffer(b"".join(bytes(piece) for piece in unit.to_pieces()), np.uint8)
 
 
@@ -118,6 +119,7 @@ _CHECKSUM_STRUCT = struct.Struct("<Q")
 _EXPORT_NAME = "export"
 """The name that a file is sealed under."""
 _ROUNDED_AGAIN_KEY, _CODEC_OPTIONS_KEY = "rounded_again", "codec_options"
+ROUNDED_AGAIN_LOSS = f"{ROUNDED_TEXT} before they were put, of an exported sequence"
 _MAX_UNITS = 1 << 20
 _MAX_TABLES = 1 << 10
 _MAX_DOCUMENT_BYTES = 64 << 20
@@ -269,7 +271,7 @@ class ExportedSequence(NamedTuple):
 
     def is_rounded_once_more(self, result: PutResult, ready_units: ReadyUnits) -> bool:
         """Return whether what was stored of lossy units had been rounded before."""
-        is_rounded_again = self.is_rounded_again or ready_units.has_encoded
+        is_rounded_again = self.is_rounded_again or ready_units.encoded_spans
         return bool(result.stored_bytes and self.lossy_streams and is_rounded_again)
 
     def describe_import(self, result: PutResult, ready_units: ReadyUnits) -> PutResult:
@@ -339,15 +341,19 @@ def load_exported(
     ids = np.concatenate([unit.ids[skip : skip + take] for unit, skip, take in slices])
     units = [unit for unit, _, _ in slices if unit.is_lossy]
     document = parse_document(_read_document(file)[0], file.label, _MAX_DOCUMENT_BYTES)
-    is_rounded = any(unit.is_rounded for unit, _, _ in slices)
+    is_rounded, is_rounded_again = any(unit.is_rounded for unit, _, _ in slices), _ROUNDED_AGAIN_KEY in document.value
+    loss = join_losses(
+        document.get("loss").read_str() if "loss" in document.value else "",
+        ROUNDED_AGAIN_LOSS if units and is_rounded_again else "",
+    )
     return ExportedSequence(
         file.label,
         namespace.model,
         ids,
         layers,
         {(unit.start, unit.start + unit.ids.size): unit.frames for unit in units},
-        bool(units) and _ROUNDED_AGAIN_KEY in document.value,
-        document.get("loss").read_str() if "loss" in document.value else UNREADABLE_LOSS if is_rounded else "",
+        bool(units) and is_rounded_again,
+        loss or (UNREADABLE_LOSS if is_rounded else ""),
     )
 
 

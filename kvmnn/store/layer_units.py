@@ -156,7 +156,7 @@ class LayerUnitEncoder:
             if ready_streams and self._lost_as_much(ready_streams, span):
                 self._judge_ready_streams(ready_streams, span)
                 return ready_streams
-            self._ready_units.has_encoded = True
+            self._ready_units.encoded_spans.add(span)
         caches = [_take_tokens(cache, span) for cache in self._layers]
         streams = self._encode_lossily(caches, span) if self._codec == "transform" else self._encode(caches)
         return tuple(UnitFrame(stream, read_checksum(stream), 0) for stream in streams)

@@ -317,10 +317,9 @@ class SequenceStore:
 
         The sentence is one for all of a namespace, and may be gone: whether it is about this prefix is what units say.
         """
-        is_rounded = losses.is_rounded or is_state_rounded
-        if not (is_rounded or losses.is_lossy):
+        if not (losses.is_rounded or is_state_rounded):
             return ""
-        return self._backend.get_loss(namespace) or (UNREADABLE_LOSS if is_rounded else "")
+        return self._backend.get_loss(namespace) or UNREADABLE_LOSS
 
     def find_longest(
         self, ids: Ids, model: str, dtype: str | None, *, partial: bool = False

@@ -928,7 +928,13 @@ class PrefixStore:
         OutputError
             As `put`.
         """
-        from .export import ExportedSequence, check_import, load_exported, read_exported_label
+        from .export import (
+            ROUNDED_AGAIN_LOSS,
+            ExportedSequence,
+            check_import,
+            load_exported,
+            read_exported_label,
+        )
 
         file = path.path if isinstance(path, ExportedSequence) else path
         check_import(file, self._key, is_lossy_store=self.is_lossy)
@@ -943,7 +949,7 @@ class PrefixStore:
             exported.ids, exported.layers, exported.model, ready_units=ready_units, loss=exported.loss
         )
         if exported.is_rounded_once_more(put, ready_units):
-            self._save_loss(namespace, f"{ROUNDED_TEXT} before they were put, of an exported sequence")
+            self._save_loss(namespace, ROUNDED_AGAIN_LOSS)
         put = exported.describe_import(put, ready_units)
         if exported.loss and put.stored_bytes:
             put = replace(put, notes=(*put.notes, f"{LOSSY}: {exported.loss}"))

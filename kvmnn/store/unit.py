@@ -162,8 +162,12 @@ class ReadyUnits:
 
     def __init__(self, streams: Mapping[TokenSpan, tuple[UnitFrame, ...]]) -> None:
         self.streams = streams
-        self.has_encoded = False
-        """Whether any other unit was encoded."""
+        self.encoded_spans: set[TokenSpan] = set()
+        """Tokens of units that were encoded in place of being stored as they are."""
+
+    def is_rounded_again(self, span: TokenSpan) -> bool:
+        """Return whether the words of a unit, once encoded, are rounded twice."""
+        return bool(self.streams) and span in self.encoded_spans
 
     def plan_spans(self, start: int, tokens: int, block_tokens: int, unit_blocks: int) -> list[TokenSpan]:
         """Return the tokens of units from `start` to `tokens`; empty if these are not what a store can hold."""

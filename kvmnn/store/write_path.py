@@ -491,7 +491,9 @@ def add_sequence(
         if streams.is_dense_worth_it(batches[0], sequence):
             unit_encoder = streams
     for batch in batches:
-        added = _add_batch(backend, sequence, namespace, batch, unit_encoder, is_rounded=is_rounded)
+        added = _add_batch(
+            backend, sequence, namespace, batch, unit_encoder, ready_units or ReadyUnits({}), is_rounded=is_rounded
+        )
         yield added._replace(predicted_kl=unit_encoder.predicted_kl, bits_factor=unit_encoder.bits_factor)
         if added.exceeded_limit:
             break
@@ -707,6 +709,7 @@ def _add_batch(
     namespace: Namespace,
     batch: Sequence[TokenSpan],
     unit_encoder: _FrameUnitEncoder | _DenseUnitEncoder | LayerUnitEncoder,
+    ready_units: ReadyUnits,
     *,
     is_rounded: bool,
 ) -> AddResult:
@@ -720,7 +723,8 @@ def _add_batch(
             begin_block, end_block = begin_token // sequence.block_tokens, end_token // sequence.block_tokens
             parent, ids = sequence.get_parent_key(begin_block), sequence.ids[begin_token:end_token]
             dense, layer_info = (None, info) if isinstance(info, LayerUnitInfo) else (info, None)
-            unit = Unit(namespace.key, parent, begin_token, ids, frames, dense, layer_info, is_rounded)
+            had_loss = is_rounded or ready_units.is_rounded_again(batch[unit_index])
+            unit = Unit(namespace.key, parent, begin_token, ids, frames, dense, layer_info, had_loss)
             staged = staging.write(unit.to_pieces())
             keys = sequence.keys[begin_block:end_block]
             nbytes = unit.nbytes + backend.unit_overhead_bytes

@@ -505,6 +505,28 @@ def test_lossy_export_says_so_and_goes_into_stores_that_do(tmp_path: Path) -> No
         assert measure_error(store.get(IDS, model=MODEL).layers, [take(cache, 650) for cache in CACHES]) < 0.2
 
 
+def test_losses_before_a_put_are_of_the_texts_that_had_them(tmp_path: Path) -> None:
+    """Next to texts that were rounded before, or twice by an import, an exact one was rounded by the store alone."""
+    exact_ids, cast_ids = [index + 2000 for index in range(200)], [index + 5000 for index in range(200)]
+    exported_path = save_store(tmp_path)
+    with PrefixStore(exported_path) as store:
+        store.export(IDS[:650], tmp_path / "text.kv", model=MODEL)
+    layers = [take(cache, 200) for cache in CACHES]
+    with PrefixStore(tmp_path / "t", codec="transform", profile=PROFILE, codec_options={"kl": 0.02}) as store:
+        store.put(exact_ids, layers, model=MODEL)
+        nats = store.describe(exact_ids, model=MODEL).predicted_kl
+        store.put(cast_ids, layers, model=MODEL, loss="rounded by a cast")
+        store.import_file(tmp_path / "text.kv")
+        for ids in (cast_ids, IDS[:650]):
+            loss = store.get(ids, model=MODEL).loss
+            assert "rounded by a cast" in loss and "K and V are rounded before they were put" in loss
+            assert store.describe(ids, model=MODEL).predicted_kl is None
+        assert store.get(exact_ids, model=MODEL).loss == store.get_by_layer(exact_ids, model=MODEL).loss == ""
+        stat = store.describe(exact_ids, model=MODEL)
+        assert (stat.loss, stat.predicted_kl) == ("K and V are rounded (transform streams)", nats) and nats is not None
+        assert store.export(exact_ids, tmp_path / "exact.kv", model=MODEL).loss == ""
+
+
 @pytest.mark.parametrize(
     ("options", "block_tokens", "is_equal"),
     [

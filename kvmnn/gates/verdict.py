@@ -28,7 +28,7 @@ class GateResult(Record):
     #: ``"off"``: there is no limit. ``"not measured"``: there is no measurement. ``"unclear"``: the measurement does
     #: not show on which side of the limit the value is. The last two are not a pass.
     verdict: Verdict
-    #: Value and limit as text, with units; empty if there is none.
+    #: Value and limit as text, with units; empty if there is none. Without a measurement there is no value.
     value: str = ""
     limit: str = ""
     #: Explanation: basis, rows, or missing data; empty if the name is enough.

@@ -27,6 +27,7 @@ from kvmnn.gates.suite.verdict import (
 )
 from kvmnn.gates.suite.workloads import Workload
 from kvmnn.gates.summary import RoundSummary, build_runtime_row
+from kvmnn.gates.verdict import GateResult
 from kvmnn.policies.h2o_blocks import H2OEngine
 
 COUNTERS = {
@@ -47,15 +48,17 @@ EQUAL = ContentComparison(
 QUALITY = PerplexityChange(mean=0.01, low=0.0, high=0.03, texts=10, tokens=1000, lossy_ratio=1.5)
 
 
-def verdicts(
+def judge(
     record: RunRecord = GOOD, comparison: Any = EQUAL, quality: Any = QUALITY, **limits: Any
-) -> dict[str, str]:
+) -> dict[str, GateResult]:
     pairs = [PairedRuns(workload=WORK, without=PLAIN, candidate=record)] * 2
     store = RUNTIME_CASES["runtime_store"].with_values(limits, "test")
     compared = [] if comparison is None else [comparison]
-    return {
-        gate.name: gate.verdict for gate in build_case_gates(pairs, compared, quality, store, "store", RunSettings())
-    }
+    return {gate.name: gate for gate in build_case_gates(pairs, compared, quality, store, "store", RunSettings())}
+
+
+def verdicts(*arguments: Any, **options: Any) -> dict[str, str]:
+    return {name: gate.verdict for name, gate in judge(*arguments, **options).items()}
 
 
 def counters(**changed: float) -> RunRecord:
@@ -121,7 +124,9 @@ def test_case_gates_each_gate_can_fail(name: str, change: dict[str, Any]) -> Non
     ],
 )
 def test_case_gates_missing_measurement_is_not_measured(name: str, change: dict[str, Any]) -> None:
-    assert verdicts(**change)[name] == "not measured"
+    gate = judge(**change)[name]
+    assert (gate.verdict, gate.value) == ("not measured", "")
+    assert gate.why
 
 
 @pytest.mark.parametrize(
@@ -132,7 +137,7 @@ def test_answer_gate_compares_exact_answers(before: tuple[int, ...], after: tupl
     pair = PairedRuns(workload=WORK, without=replace(PLAIN, new_ids=before), candidate=replace(GOOD, new_ids=after))
     gate = build_answer_gate([pair])
     assert gate is not None
-    assert gate.verdict == verdict
+    assert (gate.verdict, bool(gate.value)) == (verdict, verdict != "not measured")
     assert build_answer_gate([replace(pair, workload=replace(WORK, answer=()))]) is None
 
 

@@ -384,21 +384,24 @@ def _build_perplexity_gate(quality: PerplexityChange | None, target: float) -> G
     if quality is None:
         why = "needs texts (--text)"
         return GateResult(name="perplexity", verdict=NOT_MEASURED, limit=limit, why=why)
-    value = f"{quality.mean:+.2%}"
     if quality.low is None or quality.high is None or quality.texts < MIN_DOCUMENTS_FOR_INTERVAL:
         why = (
             f"{quality.texts} texts are too few for an interval: {MIN_DOCUMENTS_FOR_INTERVAL} are needed "
             f"(quality_texts, --text)"
         )
-        return GateResult(name="perplexity", verdict=NOT_MEASURED, value=value, limit=limit, why=why)
+        return GateResult(name="perplexity", verdict=NOT_MEASURED, limit=limit, why=why)
     if quality.lossy_ratio <= 1:
         reason = quality.why_all_stay or "longer ones are needed (quality_tokens, quality_prompt)"
         why = f"nothing was evicted in the texts: {reason}"
-        return GateResult(name="perplexity", verdict=NOT_MEASURED, value=value, limit=limit, why=why)
+        return GateResult(name="perplexity", verdict=NOT_MEASURED, limit=limit, why=why)
     interval = f"95 % {quality.low:+.2%} to {quality.high:+.2%} over {quality.texts} texts"
     why = f"against the full cache, lossy ratio {quality.lossy_ratio:.3f}, {interval}; its upper end counts"
     return GateResult(
-        name="perplexity", verdict=verdict_from(quality.high <= target), value=value, limit=limit, why=why
+        name="perplexity",
+        verdict=verdict_from(quality.high <= target),
+        value=f"{quality.mean:+.2%}",
+        limit=limit,
+        why=why,
     )
 
 
@@ -418,7 +421,7 @@ def build_answer_gate(pairs: Sequence[PairedRuns]) -> GateResult | None:
     value, limit = f"{num_candidate} of {len(pairs_with_answer)}", f">= {num_baseline}"
     if not num_baseline:
         why = "without compression the model answers none: it cannot do this at all"
-        return GateResult(name="exact answers", verdict=NOT_MEASURED, value=value, limit=limit, why=why)
+        return GateResult(name="exact answers", verdict=NOT_MEASURED, limit=limit, why=why)
     return GateResult(
         name="exact answers",
         verdict=verdict_from(num_candidate >= num_baseline),

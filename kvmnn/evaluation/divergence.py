@@ -7,9 +7,9 @@ one bucket, whose probability follows. A configuration is compared with the file
 The divergence of distributions with some tokens merged into one bucket is never above that of the distributions
 themselves (the log-sum inequality), and below it by the bucket's probability times the divergence inside the bucket. So
 what is measured is a lower bound; equal logits give exactly 0. Complete logits would be 400 MB for each text of 2,048
-tokens of a vocabulary of 49,152. On SmolLM2-135M (512 tokens of a novel) 1,500 tokens are stored on average, which have
-99.6 % of the probability; the bound was 0.6 % below the divergence of all tokens, both for half of the cache evicted
-(0.0293 nats) and for noise of 0.01 on every logit (0.000034 nats).
+tokens of a vocabulary of 49,152. On SmolLM2-135M (512 and 768 tokens of a novel, a prompt of 256) the bound was 0.9 to
+1.2 % below the divergence of all tokens: for all but 192 tokens evicted (0.065 and 0.076 nats), for q4_0 (0.024 nats)
+and for noise of 0.01 on every logit (0.000042 nats). 3,100 tokens are stored on average.
 """
 
 from __future__ import annotations

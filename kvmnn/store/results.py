@@ -216,6 +216,8 @@ class CleanupResult(Record):
     #: Units that were removed, and bytes of their files.
     units: int = 0
     bytes: int = 0
+    #: Those of them that a garbage collection found lost: what they are of, or a unit before them, was gone or damaged.
+    lost: int = field(default=0, metadata={"omit": True})
     #: Unreferenced files that were removed.
     other_files: int = 0
     other_bytes: int = 0
@@ -242,6 +244,10 @@ class CleanupResult(Record):
             text += f", and {pluralize(self.other_files, 'file')} that nothing referred to"
             text += f", {self.other_bytes:,} bytes" if self.other_bytes else ""
         text += f": {self.kept}" if self.kept else ""
+        if self.lost:
+            text += (
+                f"\n  lost, as their bytes, their record or a unit before them was gone: {pluralize(self.lost, 'unit')}"
+            )
         if self.lost_labels:
             labels_text = ", ".join(map(escape_control, self.lost_labels))
             text += f"\n  shorter texts that began it went with it, as no pin keeps them: {labels_text}"

@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 from prefixes import MODEL, layers_of, same
 
+from kvmnn.arrays.opaque_state import make_state
 from kvmnn.errors import SourceError
 from kvmnn.store import BackendUnavailableError, PrefixStore
+from kvmnn.store.remote.records import make_unit_name
 
 pytest.importorskip("fsspec")
 
@@ -161,3 +163,80 @@ def test_put_result_text_names_its_bytes(url: str) -> None:
         assert (made.known_tokens, made.stored_from, made.raw_bytes) == (30, 28, 4 * 64)
         assert str(made).startswith("32 tokens, 2 of them new, stored from 28 on: 256 -> ")
         assert put(store, IDS).stored_from == 30
+
+
+def take_unit(store: PrefixStore, start: int) -> None:
+    """Delete the value of the unit that begins at a token, as a server does that evicts it."""
+    (name,) = [make_unit_name(record.unit) for record in store._backend.list_valid_records() if record.start == start]
+    store._backend.key_values.delete([name])
+
+
+def test_remote_verify_names_units_the_server_took(url: str) -> None:
+    texts = [IDS[:8], [*IDS[:8], *range(60, 71)], [*IDS[:8], *range(80, 90)]]
+    with PrefixStore(url, block_tokens=4) as store:
+        for ids in texts:
+            put(store, ids)
+        take_unit(store, 0)
+        stats = store.stats()
+        assert (stats.units, stats.tokens, store.namespaces()[0].units) == (2, 21, 2)
+        listing = store.ls()
+        assert {entry.key for entry in listing.texts} == {""} and listing.bytes == stats.bytes
+    with PrefixStore(url, ram_bytes=0, read_only=True) as store:
+        assert (len(store.verify().damaged), store.verify().lost) == (1, 2)
+    with PrefixStore(url, ram_bytes=0) as store:
+        checked = store.verify()
+        assert (len(checked.damaged), checked.lost, checked.units, checked.label) == (1, 2, 0, None)
+        assert (
+            "was removed (tokens 0 to 7 of a text)" in checked.damaged[0] and "its value is gone" in checked.damaged[0]
+        )
+        assert store._backend.key_values.list_names("units") == store._backend.list_valid_records() == []
+        assert (store.verify().damaged, str(store.verify())) == ((), "no units are stored")
+        put(store, texts[1])
+        assert same(store.get(texts[1], model=MODEL).layers, texts[1], 19)
+
+
+def test_remote_verify_names_units_after_a_lost_record(url: str) -> None:
+    """As a search leaves them that has met a unit that was taken, and a server that evicts records."""
+    ids = [*IDS[:8], *range(60, 71)]
+    with PrefixStore(url, block_tokens=4, ram_bytes=0) as store:
+        for tokens in (8, 19):
+            put(store, ids[:tokens])
+        values = store._backend.key_values
+        (name,) = [record.make_name(4) for record in store._backend.list_valid_records() if not record.start]
+        values.delete([name])
+        damaged = store.verify().damaged
+        assert "tokens 8 to 18 of a text" in damaged[0] and "the unit before it is gone" in damaged[0]
+        if url.startswith("redis"):  # elsewhere a put of the last hour may be about to write the record
+            assert damaged[1].endswith("cannot be used: its record is gone or damaged (gc removes it)")
+            assert (len(damaged), len(store.verify().damaged)) == (2, 1)
+        assert store._backend.list_valid_records() == []
+        store.gc()
+        assert (store.verify().damaged, values.list_names("units")[1:]) == ((), [])
+
+
+def test_remote_gc_names_lost_units(url: str) -> None:
+    ids = [*IDS[:8], *range(60, 71)]
+    with PrefixStore(url, block_tokens=4) as store:
+        for tokens in (8, 19):
+            put(store, ids[:tokens])
+        take_unit(store, 0)
+        left_bytes = store.stats().bytes
+        cleaned = store.gc()
+        assert (cleaned.units, cleaned.lost, cleaned.bytes) == (2, 2, left_bytes)
+        assert "lost, as their bytes, their record or a unit before them was gone: 2 units" in str(cleaned)
+        assert (store.gc().lost, store.stats().units) == (0, 0)
+
+
+def test_remote_verify_names_states_without_their_end(url: str) -> None:
+    state = [make_state(3, "recurrent_states", bytes(64), dtype="float32", shape=(4, 4))]
+    with PrefixStore(url, block_tokens=4) as store:
+        store.put(IDS, layers_of(IDS), model=MODEL, states=state)
+        assert store.verify().states == 1
+        unit_record, state_record = sorted(store._backend.list_valid_records(), key=lambda record: record.start)
+        store._backend.key_values.delete([make_unit_name(unit_record.unit)])
+        checked = store.verify()
+        assert (len(checked.damaged), checked.lost, checked.states) == (1, 1, 0)
+        store.put(IDS, layers_of(IDS), model=MODEL, states=state)
+        store._backend.key_values.delete([make_unit_name(state_record.unit)])
+        (note,) = store.verify().damaged
+        assert "windows and state after 30 tokens of a text" in note and store.verify().units == 1

@@ -849,6 +849,7 @@ class DirectoryBackend:
         self.index.vacuum()
         return CleanupResult(
             units=removed.num_units + evicted.num_units,
+            lost=removed.num_units,
             bytes=removed.nbytes + evicted.nbytes,
             other_files=num_other_files,
             other_bytes=other_bytes,

@@ -468,7 +468,7 @@ class RemoteBackendBase:
         pinned = list_end_units(read_pins(self.key_values))
         if not pinned:
             return sum(prefix_sizes.values())
-        records = self._list_stored_records(tenant)
+        records = self.list_stored_records(tenant)
         ranks = dict.fromkeys((record.unit for record in records), (0, 0))
         total_bytes = sum(record.nbytes for record in records)
         evictable = select_evicted(records, self.block_tokens, ranks, pinned | prefix_sizes.keys(), total_bytes + 1)
@@ -561,14 +561,14 @@ class RemoteBackendBase:
             if stored_record is not None and stored_record.unit == record.unit:
                 shared_names.add(name)
                 continue
-            if stored_record is not None and self._has_unit(stored_record.unit):
+            if stored_record is not None and self.has_unit(stored_record.unit):
                 lost_records.append(record)
             else:
                 own_records[name] = record.to_bytes()
         self.key_values.put_many(own_records)
         return lost_records, shared_names
 
-    def _has_unit(self, unit: int) -> bool:
+    def has_unit(self, unit: int) -> bool:
         return self.key_values.get_many([make_unit_name(unit)])[0] is not None
 
     def enforce_limit(self) -> tuple[int, ExceededLimit | None]:
@@ -615,7 +615,7 @@ class RemoteBackendBase:
     ) -> list[UnitRecord]:
         """Evict units, or those of a tenant, until at most `max_bytes` are left, `last_units` last; return them."""
         for _ in range(_MAX_EVICTION_TRIES):  # fails if other pins are set meanwhile
-            records = self._list_stored_records(tenant)
+            records = self.list_stored_records(tenant)
             pins = read_pins(self.key_values)
             total_bytes = sum(record.nbytes for record in records)
             ranks = self._compute_ranks(records)
@@ -629,14 +629,18 @@ class RemoteBackendBase:
                 return evicted
         return []
 
-    def _list_stored_records(self, tenant: str | None) -> list[UnitRecord]:
-        """List the records whose units are stored, of a tenant or (None) of all, each unit once."""
-        keys = {namespace.key for namespace in self.list_namespaces() if tenant in (None, namespace.tenant)}
+    def list_stored_records(self, tenant: str | None = None) -> list[UnitRecord]:
+        """List the records whose units are stored, of a tenant or (None) of all, each unit once.
+
+        The names of units are listed for it, after the records: what is put meanwhile has its unit then.
+        """
+        valid_records = self.list_valid_records()
         stored_names = set(self.key_values.list_names("units"))
+        keys = {namespace.key for namespace in self.list_namespaces() if tenant in (None, namespace.tenant)}
         record_by_unit = {
             record.unit: record
-            for _, record in self.iter_records()
-            if record is not None and f"{record.unit:032x}" in stored_names
+            for record in valid_records
+            if f"{record.unit:032x}" in stored_names
             if tenant is None or record.namespace_key in keys
         }
         return list(record_by_unit.values())
@@ -753,11 +757,11 @@ class RemoteBackendBase:
         is_cached = self._memory_cache.get(unit) is not None
         self._memory_cache.evict(unit)
         record_name = self._record_names.get(unit)
-        if is_cached or self._has_unit(unit):
+        if is_cached or self.has_unit(unit):
             action_text = "is passed over" if self.read_only else "was removed"
             notes.append(f"{self.label}: unit {unit:032x}: damaged, {action_text}, with what goes on from it: {reason}")
         if not self.read_only:
-            self.key_values.delete([make_unit_name(unit), *([record_name] if record_name else [])])
+            self.key_values.delete([*([record_name] if record_name else []), make_unit_name(unit)])
 
     def check_open(self) -> None:
         self.key_values.check_open()

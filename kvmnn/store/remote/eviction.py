@@ -86,7 +86,7 @@ def select_evicted(
             record_by_block_key.setdefault(key, record)
     children = dict.fromkeys((record.unit for record in records), 0)
     parents: dict[int, list[UnitRecord]] = {}
-    ends_by_state = _find_ends_of_states(records, block_tokens)
+    ends_by_state = find_ends_of_states(records, block_tokens)
     for record in records:
         parent = record_by_block_key.get(record.parent)
         parents[record.unit] = list(
@@ -118,7 +118,7 @@ def select_evicted(
     return evicted
 
 
-def _find_ends_of_states(records: Sequence[UnitRecord], block_tokens: int) -> dict[int, list[UnitRecord]]:
+def find_ends_of_states(records: Sequence[UnitRecord], block_tokens: int) -> dict[int, list[UnitRecord]]:
     """Return the units that contain the ends of stored states, by the number of the state unit."""
     by_parent: dict[bytes, list[StateRecord]] = {}
     for record in records:

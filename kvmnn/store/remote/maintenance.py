@@ -47,8 +47,8 @@ from ..results import (
 )
 from ..unit import DamagedUnitError, UnitHeader, parse_header
 from .backend import NAMES_PER_REQUEST, TABLES_FOLDER, RemoteBackendBase
-from .eviction import Pin, list_end_units, read_pins, read_uses, save_pin
-from .records import StateRecord, UnitRecord, make_unit_name
+from .eviction import Pin, find_ends_of_states, list_end_units, read_pins, read_uses, save_pin
+from .records import StateRecord, UnitRecord, make_unit_name, parse_record_at
 
 _SESSIONS_FOLDER, _LABELS_FOLDER, _LOSSES_FOLDER = "sessions", "labels", "losses"
 _MAX_SESSION_BYTES = 256 << 20
@@ -154,6 +154,7 @@ class RemoteBackend(RemoteBackendBase):
         evicted = [] if max_bytes is None else self._evict_units(max_bytes)
         return CleanupResult(
             units=len(lost_names) + len(orphans) + len(evicted),
+            lost=len(lost_names) + len(orphans),
             bytes=sum(record.nbytes for record in [*orphans, *evicted]),
             other_files=len(deletable_names) + self.key_values.remove_stale(),
             young_files=len(unused_names) - len(deletable_names),
@@ -163,9 +164,15 @@ class RemoteBackend(RemoteBackendBase):
         )
 
     def verify(self, threads: int | None) -> StoreVerifyResult:
-        namespaces = {namespace.key: namespace for namespace in self.list_namespaces()}
+        stored_names = self.key_values.list_names("units")
         valid_records = self.list_valid_records()
+        namespaces = {namespace.key: namespace for namespace in self.list_namespaces()}
+        keys_with_layers = {key for key, namespace in namespaces.items() if namespace.layers}
         size = self.block_tokens
+        orphaned_units = _find_orphans(valid_records, keys_with_layers, size)
+        if orphaned_units:  # unless a put or an eviction was at work during the listing
+            orphaned_units &= _find_orphans(self.list_valid_records(), keys_with_layers, size)
+        ends_by_state = find_ends_of_states(valid_records, size)
         holders = {
             key: (record.unit, num_blocks)
             for record in valid_records
@@ -180,21 +187,36 @@ class RemoteBackend(RemoteBackendBase):
         notes: list[str] = []
         damaged: list[UnitRecord] = []
         lost_records: list[UnitRecord] = []
+        unusable_units: set[int] = set()
         damaged_keys: set[bytes] = set()
-        for batch in _batch_by_bytes(_iter_in_order(valid_records, size)):
+
+        def is_lost(record: UnitRecord) -> bool:
+            """Return whether a record follows what is damaged or lost."""
+            if not isinstance(record, StateRecord):
+                return record.parent in damaged_keys
+            ends = ends_by_state.get(record.unit, ()) if record.namespace_key in keys_with_layers else ()
+            return bool(ends) and all(end.unit in unusable_units for end in ends)
+
+        ordered_records = sorted(
+            _iter_in_order(valid_records, size), key=lambda record: isinstance(record, StateRecord)
+        )
+        for batch in _batch_by_bytes(ordered_records):
             cached_units.clear()
             values = self.key_values.get_many([make_unit_name(record.unit) for record in batch])
             for record, data in zip(batch, values, strict=True):
                 cached_units[record.unit] = self.to_unit_bytes(data)
             for record in batch:
-                if record.parent in damaged_keys:
+                if is_lost(record):
                     lost_records.append(record)
+                    unusable_units.add(record.unit)
                     damaged_keys.update(record.compute_block_keys(size))
                     continue
                 try:
                     namespace = namespaces.get(record.namespace_key)
                     if namespace is None:
                         raise DamagedUnitError("is of no known model")
+                    if record.unit in orphaned_units:
+                        raise MissingUnitError("the unit before it is gone, or its record, and no text finds it")
                     if isinstance(record, StateRecord):
                         state, state_bytes = verifier.verify_state(record.unit, namespace)
                         state_key = state.compute_key(self.cipher.secret)
@@ -207,11 +229,21 @@ class RemoteBackend(RemoteBackendBase):
                     unit = verifier.verify(record.unit, namespace, record.ids)
                     if (unit.parent, unit.start) != (record.parent, record.start):
                         raise DamagedUnitError("holds other blocks than its record says")
-                except MissingUnitError:  # the engine evicted it, or a unit that it needs: no damage
+                except MissingUnitError as error:
+                    reason = str(error)
+                    if record.unit not in orphaned_units:
+                        if not self._is_taken(record):  # another process has removed it
+                            continue
+                        reason = "its value is gone: the server evicted it or let it expire, or somebody deleted it"
+                    notes.append(self._describe_loss(record, reason))
+                    damaged.append(record)
+                    unusable_units.add(record.unit)
+                    damaged_keys.update(record.compute_block_keys(size))
                     continue
                 except DamagedUnitError as error:
                     self.quarantine(record.unit, str(error), notes)
                     damaged.append(record)
+                    unusable_units.add(record.unit)
                     damaged_keys.update(record.compute_block_keys(size))
                     continue
                 num_units += 1
@@ -220,6 +252,7 @@ class RemoteBackend(RemoteBackendBase):
                 num_lossy += unit.has_loss
         if not self.read_only:
             self.delete_records([*damaged, *lost_records])
+        notes += self._list_unreferenced_units(stored_names, valid_records)
         return StoreVerifyResult(
             units=num_units,
             tokens=num_tokens,
@@ -240,6 +273,37 @@ class RemoteBackend(RemoteBackendBase):
             lossy_units=num_lossy,
         )
 
+    def _is_taken(self, record: UnitRecord) -> bool:
+        """Return whether the server has taken a unit: whoever removes one removes its record first."""
+        name = record.make_name(self.block_tokens)
+        (data,) = self.key_values.get_many([name])
+        stored_record = parse_record_at(data, name, self.block_tokens, self.cipher.secret)
+        return stored_record is not None and stored_record.unit == record.unit and not self.has_unit(record.unit)
+
+    def _describe_loss(self, record: UnitRecord, reason: str) -> str:
+        end_token = record.start + record.ids.size
+        tokens_text = f"tokens {record.start:,} to {end_token - 1:,} of a text"
+        if isinstance(record, StateRecord):
+            tokens_text = f"windows and state after {end_token:,} tokens of a text"
+        action_text = "is passed over" if self.read_only else "was removed"
+        return (
+            f"{self.label}: unit {record.unit:032x}: damaged, {action_text} ({tokens_text}), with what goes on from "
+            f"it: {reason}"
+        )
+
+    def _list_unreferenced_units(self, names: Iterable[str], records: Iterable[UnitRecord]) -> list[str]:
+        """Name the units, by names that were listed before the records, whose records are gone or damaged."""
+        recorded_names = {f"{record.unit:032x}" for record in records}
+        unit_names = [f"units/{name}" for name in sorted({*names} - recorded_names) if _UNIT_NAME_REGEX.fullmatch(name)]
+        collectable_names = self.key_values.select_collectable(unit_names)
+        are_stored = self.key_values.contains_many(collectable_names) if collectable_names else []
+        return [
+            f"{self.label}: unit {name.rpartition('/')[2]}: cannot be used: its record is gone or damaged (gc removes "
+            "it)"
+            for name, is_stored in zip(collectable_names, are_stored, strict=True)
+            if is_stored
+        ]
+
     def _list_damaged_sessions(self) -> list[str]:
         problems = []
         for name in self.list_sessions():
@@ -259,7 +323,7 @@ class RemoteBackend(RemoteBackendBase):
 
     def _count_pins(self, own_units: Collection[int]) -> int:
         """Count the pins of the tenant; those of no stored unit belong to a store that is not divided."""
-        stored_units = {record.unit for record in self.list_valid_records()}
+        stored_units = {record.unit for record in self.list_stored_records()}
         pins = read_pins(self.key_values).values()
         return sum(
             any(unit in own_units for unit in pin.end_units)
@@ -275,7 +339,7 @@ class RemoteBackend(RemoteBackendBase):
         namespaces = self._get_own_namespaces()
         if all_namespaces:
             namespaces = {namespace.key: namespace for namespace in self.list_namespaces()}
-        all_records = [record for record in self.list_valid_records() if record.namespace_key in namespaces]
+        all_records = [record for record in self.list_stored_records() if record.namespace_key in namespaces]
         states = _select_states(all_records)
         unit_records = [record for record in all_records if not isinstance(record, StateRecord)]
         size = self.block_tokens
@@ -317,7 +381,7 @@ class RemoteBackend(RemoteBackendBase):
                 0 if isinstance(record, StateRecord) else int(record.ids.size),
                 record.nbytes,
             )
-            for record in self.list_valid_records()
+            for record in self.list_stored_records()
             if record.namespace_key in tenants
         )
 
@@ -332,7 +396,7 @@ class RemoteBackend(RemoteBackendBase):
 
     def list_entries(self) -> StoreListing:
         namespaces = self._get_own_namespaces()
-        valid_records = [record for record in self.list_valid_records() if record.namespace_key in namespaces]
+        valid_records = [record for record in self.list_stored_records() if record.namespace_key in namespaces]
         pinned = list_end_units(read_pins(self.key_values))
         ticks = {unit: use.tick for unit, use in read_uses(self.key_values, valid_records).items()}
         sorted_ticks = sorted(set(ticks.values()))
@@ -368,7 +432,7 @@ class RemoteBackend(RemoteBackendBase):
 
     def iter_texts(self) -> Iterator[StoredText]:
         namespaces = self._get_own_namespaces()
-        valid_records = [record for record in self.list_valid_records() if record.namespace_key in namespaces]
+        valid_records = [record for record in self.list_stored_records() if record.namespace_key in namespaces]
         unit_records = [record for record in valid_records if not isinstance(record, StateRecord)]
         size = self.block_tokens
         record_by_key = {key: record for record in reversed(unit_records) for key in record.compute_block_keys(size)}
@@ -532,6 +596,21 @@ def _compute_session_checksum(name: str, namespace: Namespace, ids: Ids) -> str:
 def _has_end_unit(records: Iterable[UnitRecord], state: StateRecord, block_tokens: int) -> bool:
     """Return whether any of the units contains the end of the prefix of a state."""
     return any(not isinstance(record, StateRecord) and state.is_end_in(record, block_tokens) for record in records)
+
+
+def _find_orphans(records: Sequence[UnitRecord], keys_with_layers: Collection[bytes], block_tokens: int) -> set[int]:
+    """Return the units after a block, and the states at an end, that no record has; states without layers have none."""
+    block_keys = {key for record in records for key in record.compute_block_keys(block_tokens)}
+    ends_by_state = find_ends_of_states(records, block_tokens)
+    return {
+        record.unit
+        for record in records
+        if (
+            record.namespace_key in keys_with_layers and record.unit not in ends_by_state
+            if isinstance(record, StateRecord)
+            else record.parent not in block_keys and record.parent != record.namespace_key
+        )
+    }
 
 
 def _select_states(records: Iterable[UnitRecord]) -> list[StateRecord]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -16,6 +16,7 @@ import numpy as np
 import zstandard
 
 from ..._util.parallel import ordered_map
+from ..._util.text import pluralize
 from ...arrays.array import Chunk, LazyArray, rechunk
 from ...arrays.naming import array_name_from_path
 from ...arrays.source import Source
@@ -28,7 +29,7 @@ from ...integrations.chunk_codec import decode_chunk
 from ..base import PathFormat
 from ..npy import make_name_sort_key
 from ..options import ReadOptions
-from ..tensor_selection import check_declared_dtype, resolve_dtype_name, select_tensors, validate_array
+from ..tensor_selection import check_declared_dtype, format_names, resolve_dtype_name, select_tensors, validate_array
 from . import metadata as attributes
 from .metadata import (
     ATTRIBUTES_KEY,
@@ -112,11 +113,12 @@ def read(path: str, options: ReadOptions, store: ZarrStore | None = None) -> Sou
     Raises
     ------
     SourceError, ManifestError, LimitError
-        For malformed or unsupported documents, and chunks that contradict them.
+        For malformed or unsupported documents, chunks that contradict them, and listed arrays that are missing.
     """
     store = store or open_zarr_store(path)
     path = store.label
     entries, group_attributes = list_zarr_arrays(path, store)
+    _check_recorded_names(store, [name for name, _ in entries], group_attributes, options)
     array_makers = [
         (name, partial(_make_chunked_array, path, name, make_array, options)) for name, make_array in entries
     ]
@@ -126,6 +128,21 @@ def read(path: str, options: ReadOptions, store: ZarrStore | None = None) -> Sou
         source, group_attributes, store.get_path(DOCUMENT_NAME), is_subset=bool(options.tensors)
     )
     return source
+
+
+def _check_recorded_names(
+    store: ZarrStore, names: Sequence[str], group_attributes: Mapping[str, Any], options: ReadOptions
+) -> None:
+    """Raise `SourceError` if arrays that the group lists are missing, all of them or those in `options.tensors`."""
+    recorded_names = attributes.list_array_names(group_attributes)
+    present_names, tensors = set(names), set(options.tensors)
+    missing_names = [name for name in recorded_names if name not in present_names and (not tensors or name in tensors)]
+    if missing_names:
+        raise SourceError(
+            f"{store.get_path(DOCUMENT_NAME)}: {len(missing_names):,} of {pluralize(len(recorded_names), 'array')} "
+            f"that attributes.kvmnn.arrays lists {'is' if len(missing_names) == 1 else 'are'} missing: "
+            f"{format_names(missing_names)}" + ("" if tensors else "; --tensor NAME reads one that is there")
+        )
 
 
 def list_zarr_arrays(path: str, store: ZarrStore | None = None) -> tuple[list[tuple[str, Any]], Mapping[str, Any]]:

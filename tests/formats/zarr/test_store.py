@@ -362,6 +362,39 @@ def test_zarr_group_without_metadata_is_refused(arrays: Path, tmp_path: Path, ru
     assert words(store / "fortran")["fortran"].tobytes() == ARRAYS["fortran"].tobytes()
 
 
+@pytest.mark.parametrize("consolidated", [True, False])
+def test_zarr_store_without_listed_arrays_is_refused(arrays: Path, tmp_path: Path, run, consolidated: bool) -> None:
+    """A copy that lost arrays is no smaller cache; those that are there are read by name."""
+    store = tmp_path / "x.zarr"
+    run("encode", arrays, "-o", store)
+    for name in ("layer_0.value", "one"):
+        shutil.rmtree(store / name)
+    group = json.loads((store / "zarr.json").read_text())
+    if not consolidated:
+        del group["consolidated_metadata"]
+    (store / "zarr.json").write_text(json.dumps(group))
+    problem = "2 of 7 arrays that attributes.kvmnn.arrays lists are missing: 'layer_0.value', 'one'"
+    for argv in (
+        ("inspect", store),
+        ("verify", store),
+        ("decode", store, "-o", tmp_path / "y.npz"),
+        ("encode", store, "-o", tmp_path / "y/"),
+        ("diff", store, arrays),
+    ):
+        said = run(*argv, code=1)
+        assert problem in said.err and not said.out
+    assert not (tmp_path / "y.npz").exists() and not (tmp_path / "y").exists()
+    for opener in (kvmnn.open, formats.verify_store):
+        with pytest.raises(SourceError, match=problem):
+            opener(str(store))
+    with pytest.raises(SourceError, match="arrays lists is missing: 'one'"):
+        kvmnn.open(store, tensors=["fortran", "one"])
+    assert words(store, tensors=["fortran"])["fortran"].tobytes("A") == ARRAYS["fortran"].tobytes("A")
+    group["attributes"]["kvmnn"]["arrays"] = [name for name in ARRAYS if name not in ("layer_0.value", "one")]
+    (store / "zarr.json").write_text(json.dumps(group))
+    assert len(words(store)) == 5
+
+
 def test_zarr_v2_group_without_metadata_is_refused(tmp_path: Path) -> None:
     zarr = pytest.importorskip("zarr")
     group = zarr.create_group(tmp_path / "x", zarr_format=2)

@@ -138,6 +138,11 @@ def format_missing(completeness: Completeness | None) -> list[str]:
     return [] if completeness is None else [f"incomplete: {sentence}" for sentence in completeness.missing]
 
 
+def describe_scope(num_arrays: int) -> str:
+    """Return the words after LOSSLESS where the arrays contain a part of the model's state."""
+    return f" for {'this array' if num_arrays == 1 else 'these arrays'}"
+
+
 def format_missing_of_pair(pair: tuple[Completeness | None, Completeness | None]) -> list[str]:
     """Return the lines of `format_missing` for two inputs that are compared."""
     inputs = zip(("first input", "second input"), pair, strict=True)

@@ -29,7 +29,7 @@ from .._util.parallel import (
 )
 from .._util.text import LOSSLESS, LOSSY, compute_ratio, format_rate, pluralize
 from ..arrays.array import Chunk, LazyArray
-from ..arrays.completeness import Completeness, format_missing
+from ..arrays.completeness import Completeness, describe_scope, format_missing
 from ..arrays.engine_metadata import add_completeness_metadata, dump_metadata
 from ..arrays.naming import parse_layer, parse_part
 from ..arrays.source import DEQUANTIZED_KEY, FILE_KEY, Source, check_source, list_losses, qualify_label
@@ -745,7 +745,7 @@ class EncodeResult(SizeStats, Record):
         if len(arrays) > 1:
             name += f" ({pluralize(len(arrays), 'array')})"
         missing_texts = format_missing(self.completeness)
-        scope = f" for {'this array' if len(arrays) == 1 else 'these arrays'}" if missing_texts else ""
+        scope = describe_scope(len(arrays)) if missing_texts else ""
         verification_text = f"{self.label}{scope} ({self.verification_text})" if self.label else self.verification_text
         lines.append(
             f"{name}: {self.raw_bytes:,} -> {self.stored_bytes:,} bytes, {self.ratio_text}, "

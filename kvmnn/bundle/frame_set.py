@@ -11,8 +11,9 @@ from .. import dtypes
 from .._util.dataclass import dataclass
 from .._util.text import pluralize
 from ..arrays.array import Chunk
+from ..arrays.completeness import Completeness
 from ..arrays.naming import array_name_from_path
-from ..arrays.source import PACKED_FILES_KEY, list_losses, parse_cache_info
+from ..arrays.source import PACKED_FILES_KEY, list_losses, parse_cache_info, parse_completeness
 from ..dense import inspect
 from ..errors import FrameError, LimitError, ManifestError, OptionError
 from ..files.file_info import file_id
@@ -126,6 +127,18 @@ class FrameSet:
     def losses(self) -> tuple[str, ...]:
         """Return a line about what K and V had lost before they were encoded; none without a record of it."""
         return tuple(list_losses(self.document.metadata)) if self.document else ()
+
+    @property
+    def completeness(self) -> Completeness | None:
+        """Return how much of the model's state the arrays contain; None if the manifest does not record it.
+
+        Raises
+        ------
+        KvmnnError
+            When the record is malformed.
+        """
+        names = [array.name for array in self.arrays]
+        return parse_completeness(self.document.metadata, names, self.path) if self.document else None
 
     @property
     def cache(self) -> CacheInfo | None:

@@ -13,6 +13,8 @@ import numpy as np
 from .._util.parallel import Progress
 from .._util.text import LOSSLESS, LOSSY, compute_ratio, format_rate, pluralize
 from ..arrays.array import Chunk, LazyArray
+from ..arrays.completeness import Completeness, describe_scope, format_missing
+from ..arrays.opaque_state import OpaqueState
 from ..arrays.source import DEQUANTIZED_KEY, FILE_KEY, PACKED_FILES_KEY, SIDECAR_KEY, Source, qualify_label
 from ..dtypes import PARTS
 from ..errors import ManifestError, SourceError
@@ -168,6 +170,8 @@ class VerifyResult(Record):
     losses: tuple[str, ...] = field(default=(), metadata={"json": False})
     #: What was compared with the original, as text.
     compared: str = field(default="every byte", metadata={"json": False})
+    #: How much of the model's state the arrays contain; None if unknown.
+    completeness: Completeness | None = field(default=None, metadata={"omit": True})
     #: Numbers of arrays and pieces; raw pieces are words stored without a frame.
     arrays: int
     frames: int
@@ -244,11 +248,14 @@ class VerifyResult(Record):
             evidence = f"{evidence}, of the words dequantised from int8"
         if self.unknown_properties:
             evidence = f"{evidence}; {self.unknown_properties}"
+        missing_texts = format_missing(self.completeness)
+        scope = describe_scope(self.arrays) if missing_texts and not self.restored_file_name else ""
         return (
-            f"{self.input}: {self.label} ({evidence}), {pluralize(self.arrays, 'array')}, "
+            f"{self.input}: {self.label}{scope} ({evidence}), {pluralize(self.arrays, 'array')}, "
             f"{self.stored_bytes:,} -> {self.raw_bytes:,} bytes, "
             f"{format_ratio(self.raw_bytes, self.raw_bytes - self.unused_bytes, self.stored_bytes)}"
-            f"{format_rate(self.raw_bytes, self.seconds)}" + "".join(f"\n  {line}" for line in self.notes)
+            f"{format_rate(self.raw_bytes, self.seconds)}"
+            + "".join(f"\n  {line}" for line in (*missing_texts, *self.notes))
         )
 
 
@@ -295,6 +302,7 @@ def verify_frame_set(
     contents, record = frames.without_unused_arrays(), frames.packed_record
     if record is not None and frames.cache is not None:
         check_packed_record(frames, record, frames.cache)
+    stores_states = record is not None and any(entry.is_state for entry in record.files)
     compared_text = "every byte" if frames.cache is None or (record and not record.left_out) else "every live element"
     is_dequantized = DEQUANTIZED_KEY in (frames.document.metadata if frames.document else ())
     is_dequantized |= against is not None and against.lossy
@@ -313,8 +321,10 @@ def verify_frame_set(
         seconds=time.perf_counter() - start_time,
         unknown_properties=frames.unknown_properties,
         losses=frames.losses,
+        completeness=_select_less_complete(frames.completeness, against.completeness if against else None),
         notes=(
             *frames.losses,
+            *(_describe_unstored_states(against.states) if against and not stores_states else ()),
             *(
                 describe_passthrough(frames.document, frames.path) + describe_unused_arrays(frames.document)
                 if frames.document
@@ -326,6 +336,24 @@ def verify_frame_set(
         is_dequantized=is_dequantized,
         unused_bytes=contents.raw_bytes - count_valid_bytes(frames.document) if frames.document else 0,
     )
+
+
+def _select_less_complete(*completeness: Completeness | None) -> Completeness | None:
+    """Return the first that lacks state, else the first that is known: frames need not record what an original does."""
+    entries = [entry for entry in completeness if entry is not None]
+    return next((entry for entry in entries if not entry.is_complete), next(iter(entries), None))
+
+
+def _describe_unstored_states(states: Sequence[OpaqueState]) -> list[str]:
+    """Describe in one sentence the original's state that is not K and V, which frames of arrays cannot contain."""
+    if not states:
+        return []
+    layers_text = pluralize(len({state.layer for state in states}), "layer")
+    names_text = ", ".join(dict.fromkeys(state.name for state in states))
+    return [
+        f"not compared: {sum(state.nbytes for state in states):,} bytes of state of {layers_text} of the original "
+        f"({names_text}), which the frames do not contain"
+    ]
 
 
 def _describe_other_name(cache: CacheInfo | None, against: Source | None) -> list[str]:

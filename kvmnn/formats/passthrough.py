@@ -372,6 +372,7 @@ def verify_file(
         **count_chunks(frames.arrays)._asdict(),
         seconds=restore_result.seconds,
         restored_file_name=passthrough.name,
+        completeness=frames.completeness,
         losses=frames.losses,
         notes=(*frames.losses, *(describe_passthrough(frames.document, frames.path) if frames.document else ())),
         unused_bytes=passthrough.unused_bytes,

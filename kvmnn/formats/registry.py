@@ -77,9 +77,8 @@ def recover_original_options(frames: FrameSet, options: ReadOptions) -> ReadOpti
     passthrough = parse_passthrough(metadata, frames.path)
     if passthrough is None or passthrough.layer_numbers is None:
         return options
-    names = [array.name for array in frames.arrays]
-    options = apply_recorded_options(options, passthrough, parse_completeness(metadata, names, frames.path))
-    split_heads = not any(name.startswith("window.") for name in names)
+    options = apply_recorded_options(options, passthrough, frames.completeness)
+    split_heads = not any(array.name.startswith("window.") for array in frames.arrays)
     return replace(options, engine=replace(options.engine, split_heads=split_heads))
 
 

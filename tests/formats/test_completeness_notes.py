@@ -15,8 +15,9 @@ import pytest
 import kvmnn
 from kvmnn.arrays.array import from_numpy
 from kvmnn.arrays.completeness import Completeness, IncompleteCacheError, LayerStateInfo
+from kvmnn.arrays.opaque_state import make_state
 from kvmnn.arrays.source import COMPLETENESS_KEY, Source, merge_sources
-from kvmnn.bundle import open_frames
+from kvmnn.bundle import open_frames, verify_frame_set
 from kvmnn.errors import ManifestError
 from kvmnn.formats import encode_store, restore
 from kvmnn.formats.frames import transcode
@@ -226,6 +227,9 @@ def test_incomplete_cache_commands_exit_1_and_name_state(run: Run) -> None:
         ("inspect", "b/"),
         ("inspect", "a.zarr"),
         ("decode", "a.zarr", "-o", "z.npz"),
+        ("verify", "b/"),
+        ("verify", "b/", "--against", "a.safetensors"),
+        ("verify", "a.zarr"),
     ],
 )
 def test_incomplete_cache_is_reported_by_reading_commands(run: Run, words: tuple[str, ...]) -> None:
@@ -234,7 +238,7 @@ def test_incomplete_cache_is_reported_by_reading_commands(run: Run, words: tuple
     encode_store(kvmnn.open("a.safetensors"), "a.zarr")
     out = run(*words).out
     assert f"incomplete: {MISSING}" in " ".join(out.split())
-    assert "LOSSLESS" not in out or words[0] != "encode" or "LOSSLESS for these arrays (" in out
+    assert "LOSSLESS" not in out or words[0] not in ("encode", "verify") or "LOSSLESS for these arrays (" in out
     for name in ("e", "e.zarr", "u.npz", "d", "z.npz"):
         path = Path(name)
         if path.exists():
@@ -243,6 +247,20 @@ def test_incomplete_cache_is_reported_by_reading_commands(run: Run, words: tuple
     document = document["inputs"][0] if words[0] == "inspect" else document
     said = document["completeness"]["first"] if words[0] == "diff" else document["completeness"]
     assert said["complete"] is False and said["missing"] == [MISSING]
+
+
+def test_verify_against_names_state_that_was_not_compared() -> None:
+    """Frames of arrays contain no other state, and may come from a file that does not record what is missing."""
+    source = part()
+    kvmnn.bundle.encode_source(replace(source, completeness=None), "b/")
+    assert verify_frame_set(open_frames("b")).completeness is None
+    source.states = [make_state(1, "conv_states", bytes(60)), make_state(2, "conv_states", bytes(40))]
+    result = verify_frame_set(open_frames("b"), source)
+    assert result.completeness == source.completeness
+    first_line, missing_line, note = str(result).splitlines()
+    assert "LOSSLESS for these arrays (every byte compared" in first_line
+    assert missing_line == f"  incomplete: {MISSING}"
+    assert note.startswith("  not compared: 100 bytes of state of 2 layers of the original (conv_states)")
 
 
 def test_inspect_lists_layer_kinds(run: Run) -> None:

@@ -138,6 +138,7 @@ def verify_store(
         frames=stats.num_files,
         is_dequantized=source.lossy,
         losses=losses,
+        completeness=source.completeness,
         notes=losses,
         seconds=time.perf_counter() - start_time,
     )

@@ -12,6 +12,7 @@ from ..errors import KvmnnError
 from ..lm.runner import Runner
 from ..lm.session import DecoderSession
 from ..lm.tokenizer import Tokenizer
+from ..lm.windows import count_outside, count_tokens_in_windows
 from .runner import PathLike
 from .scoring import compute_perplexity, measure_by_definition
 from .settings import ProjectDefinition, build_configuration
@@ -64,7 +65,8 @@ def evaluate_with_compression(
     dict
         ``perplexity`` (infinite if it exceeds float64), ``accuracy`` (share of tokens that were the most probable one),
         ``loss`` (nats a token), ``tokens`` (scored), ``final_cache_tokens`` (of the first layer that is cut) and
-        ``lossy_ratio`` (bytes of all tokens over those kept at the end, all layers).
+        ``lossy_ratio`` (tokens of the text over those stored at the end, all layers; those within the window of a
+        layer that has one).
 
     Raises
     ------
@@ -116,5 +118,16 @@ def evaluate_with_compression(
         "loss": loss,
         "tokens": cell.scored_tokens,
         "final_cache_tokens": cell.final_cache_tokens,
-        "lossy_ratio": runner.cache.num_seen * len(runner.cache.tokens) / sum(runner.cache.tokens),
+        "lossy_ratio": _compute_lossy_ratio(runner),
     }
+
+
+def _compute_lossy_ratio(runner: Runner) -> float:
+    """Return tokens of the text over those that are stored, of all layers, as far as these still attend to them."""
+    cache, windows = runner.cache, runner.session.interface.windows
+    num_full = sum(count_tokens_in_windows(windows, len(cache.tokens), cache.num_seen))
+    num_kept = sum(
+        tokens - float(np.mean(count_outside(cache.get_positions(layer), cache.num_seen, windows.get(layer))))
+        for layer, tokens in enumerate(cache.tokens)
+    )
+    return num_full / num_kept

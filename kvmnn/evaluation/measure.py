@@ -5,10 +5,11 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -25,6 +26,7 @@ from ..lm.onnx.model_files import compute_fingerprint
 from ..lm.runner import Runner, RunTimings
 from ..lm.session import DecoderSession
 from ..lm.warm_start import invert_named_transforms, load_layers, load_token_bytes
+from ..lm.windows import count_tokens_in_windows, select_window
 from ..policies.oracle import Oracle
 from ..policies.policy import Policy
 from ..quantization import create_codec
@@ -123,29 +125,37 @@ class QuantizedStart:
 
 
 def measure_frame_sizes(
-    layers: Iterable[LayerCache], dtype: FrameType = "fp16", threads: int = 1, start: QuantizedStart | None = None
+    layers: Iterable[LayerCache],
+    dtype: FrameType = "fp16",
+    threads: int = 1,
+    start: QuantizedStart | None = None,
+    windows: Mapping[int, int] = MappingProxyType({}),
 ) -> FrameSizeStats:
     """Encode K and V of every layer, decode and compare the frames, and count their bytes.
 
-    Tokens of a quantised start are counted as their file stores them, also among the bytes of the frames: a frame of
-    the dequantised numbers would be larger.
+    Of layers with windows, of a full cache as well, tokens are counted that the layer still attends to: any engine may
+    drop the others, and nothing is lost. Tokens of a quantised start are counted as their file stores them, also among
+    the bytes of the frames: a frame of the dequantised numbers would be larger.
     """
     full_bytes = kept_bytes = frame_bytes = 0
     is_rounded = False
     name = dtype
     for layer in layers:
-        keys, values = layer.keys, layer.values
+        window = windows.get(layer.layer)
+        keys, values = select_window(layer, window)
+        num_needed = layer.tokens_seen if window is None else min(layer.tokens_seen, window)
         if start is not None:
-            positions = np.broadcast_to(layer.positions, keys.shape[:2])
-            is_own = positions >= start.tokens_seen
-            num_start_bytes = round(start.token_bytes[layer.layer] * float(np.mean(np.sum(~is_own, axis=1))))
+            positions = np.broadcast_to(layer.positions, layer.keys.shape[:2])
+            is_needed, is_own = positions >= layer.tokens_seen - num_needed, positions >= start.tokens_seen
+            num_start_tokens = float(np.mean(np.sum(is_needed & ~is_own, axis=1)))
+            num_start_bytes = round(start.token_bytes[layer.layer] * num_start_tokens)
             kept_bytes, frame_bytes = kept_bytes + num_start_bytes, frame_bytes + num_start_bytes
-            keys, values = keys[is_own], values[is_own]
+            keys, values = layer.keys[is_needed & is_own], layer.values[is_needed & is_own]
         for part, rows in (("keys", keys), ("values", values)):
             elements, is_layer_rounded = _to_elements(rows, dtype)
             is_rounded |= is_layer_rounded
             name = "fp16" if elements.dtype == np.float16 else "fp32"
-            full_bytes += layer.tokens_seen * layer.kv_heads * layer.head_dim * elements.itemsize
+            full_bytes += num_needed * layer.kv_heads * layer.head_dim * elements.itemsize
             if not elements.size:  # nothing was kept of this layer
                 continue
             frame = encoder.encode(elements, threads=threads)
@@ -178,11 +188,11 @@ def measure_quantized_sizes(runner: Runner, dtype: FrameType = "fp16", threads: 
             raise FrameError("the frame of rows that are not quantised yet does not decode to them")
         pending_bytes += elements.nbytes
         frame_bytes += len(frame)
-    elements_per_token = 2 * interface.layers * interface.kv_heads * interface.head_dim
+    num_needed = sum(count_tokens_in_windows(interface.windows, interface.layers, cache.num_seen))
     return FrameSizeStats(
         dtype="fp16" if itemsize == 2 else "fp32",
         rounded=is_rounded,
-        full_bytes=cache.num_seen * elements_per_token * itemsize,
+        full_bytes=num_needed * 2 * interface.kv_heads * interface.head_dim * itemsize,
         kept_bytes=plain_bytes + pending_bytes,
         frame_bytes=coded_bytes + frame_bytes,
         quantized_elements=num_elements,
@@ -488,6 +498,7 @@ class CellMeasurer:
                 settings.frame_dtype,
                 settings.threads,
                 self._find_quantized_start(configuration, document),
+                runner.session.interface.windows,
             ),
             h2o=cache.collect_h2o_stats(),
             runtime=runtime_stats,
@@ -706,4 +717,6 @@ def _build_model_info(session: DecoderSession) -> ModelInfo:
         cache_dtype=np.dtype(interface.dtype).name,
         vocab=interface.vocab_size,
         max_positions=interface.max_positions,
+        windowed_layers=len(interface.windows),
+        window=max(interface.windows.values(), default=None),
     )

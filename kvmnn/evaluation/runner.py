@@ -59,7 +59,7 @@ from .settings import (
 from .timing import MAX_DECODED_TOKENS, PROMPT_CHUNK_TOKENS
 from .workers import EvaluationTask, MissingCell, run_tasks
 
-NUMBERS_VERSION = 9
+NUMBERS_VERSION = 10
 """Raised whenever kvmnn computes any number of a cell differently, so that cells of before are not reused."""
 
 _JOURNAL_FORMAT = JournalFormat(

@@ -117,16 +117,26 @@ class QuantizedStore(PlainStore):
         for table in self._tables[layer]:
             table.compact(slots, num_live)
 
-    def measure_sizes(self) -> Iterator[QuantizedPartSizes]:
-        """Measure what is stored of K and V of every layer."""
+    def measure_sizes(self, first_slots: Sequence[Indices]) -> Iterator[QuantizedPartSizes]:
+        """Measure what is stored of K and V of every layer.
+
+        Parameters
+        ----------
+        first_slots
+            Slots before these are not counted, of each layer: ``[1]``, or ``[kv_head]``.
+        """
         for layer, tables in enumerate(self._tables):
+            begins = np.broadcast_to(first_slots[layer], len(tables[0].num_quantized))
+            splits_heads = bool((begins != begins[0]).any())
             for number, part in enumerate(PARTS):
                 elements, plain_bytes, coded_bytes, num_elements = self._pairs[layer][number][0], 0, 0, 0
                 pending = []
-                for heads, count in tables[number].iter_groups():
-                    pending.append(elements[heads, count:].reshape(-1, elements.shape[2]))
-                    if count:
-                        sizes = self._coder.measure(layer, part, tables[number].get_fields(heads, count))
+                for heads, count in tables[number].iter_groups(splits_heads=splits_heads):
+                    begin = int(begins[heads.start])
+                    pending.append(elements[heads, max(count, begin) :].reshape(-1, elements.shape[2]))
+                    if count > begin:
+                        fields = [entry[:, begin:] for entry in tables[number].get_fields(heads, count)]
+                        sizes = self._coder.measure(layer, part, fields)
                         plain_bytes, coded_bytes = plain_bytes + sizes.plain_bytes, coded_bytes + sizes.coded_bytes
-                        num_elements += elements[heads, :count].size
+                        num_elements += elements[heads, begin:count].size
                 yield QuantizedPartSizes(num_elements, plain_bytes, coded_bytes, np.concatenate(pending))

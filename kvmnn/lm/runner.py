@@ -29,6 +29,7 @@ from .onnx.onnx_session import CPU_PROVIDERS
 from .quantized_store import QuantizedPartSizes, QuantizedStore
 from .session import DecoderSession
 from .tokenizer import Tokenizer
+from .windows import count_outside
 
 TokenArray = npt.NDArray[np.int64]
 
@@ -189,11 +190,19 @@ class Runner:
         return self._kv_store.to_stats()
 
     def collect_quantized_sizes(self) -> list[QuantizedPartSizes]:
-        """Compact the cache and measure what its codec stores, for K and V of every layer; nothing without a codec."""
+        """Compact the cache and measure what its codec stores, for K and V of every layer; nothing without a codec.
+
+        Tokens that a layer does not attend to any more are not counted.
+        """
         if not isinstance(self._kv_store, QuantizedStore):
             return []
         self.cache.compact_all()
-        return list(self._kv_store.measure_sizes())
+        windows, num_seen = self.session.interface.windows, self.cache.num_seen
+        first_slots = [
+            count_outside(self.cache.get_positions(layer), num_seen, windows.get(layer))
+            for layer in range(self.session.interface.layers)
+        ]
+        return list(self._kv_store.measure_sizes(first_slots))
 
     def _quantize_due(self) -> None:
         if isinstance(self._kv_store, QuantizedStore):

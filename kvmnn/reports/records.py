@@ -495,6 +495,10 @@ class ModelInfo(Record):
     cache_dtype: str
     vocab: int
     max_positions: int | None
+    #: Layers that attend to the latest `window` tokens alone, where the graph takes windows by true positions. Of these
+    #: layers only such tokens count in bytes and ratios of rows.
+    windowed_layers: int = field(default=0, metadata={"omit": True})
+    window: int | None = field(default=None, metadata={"omit": True})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -502,7 +506,8 @@ class EvaluatedModelInfo(ModelInfo):
     """The model: its path, the SHA-256 of its graph and weights, and its shape."""
 
     json_keys = (
-        "path name sha256 architecture weights layers kv_heads query_heads head_dim cache_dtype vocab max_positions"
+        "path name sha256 architecture weights layers kv_heads query_heads head_dim cache_dtype vocab max_positions "
+        "windowed_layers window"
     )
 
     path: str

@@ -21,6 +21,7 @@ from .records import (
     DivergenceStats,
     EvaluationResultsProtocol,
     FullCacheDifference,
+    ModelInfo,
     ProjectStats,
     Refusal,
     ResultRow,
@@ -555,7 +556,7 @@ def build_notes(results: EvaluationResultsProtocol) -> list[str]:
         lines.append(f"TTFT and TPOT: medians of {pluralize(settings.repeats, 'run')} after a warm-up.")
     if any(row.attention_seconds is not None for row in rows):
         lines.append("Attention: scores, softmax and values of all layers in a step of one token, profiled apart.")
-    lines += _iter_explanations(rows, results.model.cache_dtype)
+    lines += _iter_explanations(rows, results.model)
     lines += [to_single_line(note) for note in results.notes]
     lines += [to_single_line(f"Not run: {refusal_text}") for refusal_text in describe_refusals(results.refused)]
     return lines
@@ -569,7 +570,7 @@ def describe_refusals(refusals: Sequence[Refusal]) -> list[str]:
     return [f"{'; '.join(group_labels)}: {reason}" for reason, group_labels in labels.items()]
 
 
-def _iter_explanations(rows: Sequence[ResultRow], cache_dtype: str) -> Iterator[str]:
+def _iter_explanations(rows: Sequence[ResultRow], model: ModelInfo) -> Iterator[str]:
     """Yield explanations of the columns that the table has."""
     num_documents = [
         row.versus_full.documents for row in rows if row.versus_full is not None and row.versus_full.low is not None
@@ -596,8 +597,16 @@ def _iter_explanations(rows: Sequence[ResultRow], cache_dtype: str) -> Iterator[
             f"Bytes/token: bytes kept{kind_text} over tokens of the text. LOSSY ratio: bytes of the full cache over "
             "bytes kept; LOSSLESS ratio: bytes kept over bytes of their frames, decoded and compared."
         )
+        if model.window is not None:
+            has_lossy_runtime = any(stats.is_lossy for _, stats in collect_runtime_stats(rows))
+            runtime_text = ", but for rows whose runtime rounds, which count all" if has_lossy_runtime else ""
+            yield (
+                f"{model.windowed_layers} of {pluralize(model.layers, 'layer')} attend to the latest {model.window:,} "
+                "tokens alone: of these layers only such tokens count in bytes and ratios, of the full cache as well"
+                f"{runtime_text}."
+            )
     if collect_runtime_stats(rows):
-        yield f"{RUNTIME_COLUMNS_NOTE} Its bytes are of K and V in {cache_dtype}, the model's type."
+        yield f"{RUNTIME_COLUMNS_NOTE} Its bytes are of K and V in {model.cache_dtype}, the model's type."
     if any(row.rounded_first for row in rows):
         kinds = sorted({str(row.lossless_dtype) for row in rows if row.rounded_first})
         yield f"The frames hold {' and '.join(kinds)}: the cache was rounded before, which is LOSSY."

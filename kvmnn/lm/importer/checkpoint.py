@@ -17,6 +17,7 @@ from ...files.mapped_file import MappedFile
 from ...files.schema import read_object
 from ...formats import safetensors
 from ...formats.rope_config import parse_layer_ropes
+from ..windows import list_windows
 from .config import (
     MAX_LAYERS,
     SUPPORTED_ARCHITECTURES,
@@ -39,7 +40,6 @@ _MODEL_TYPES: Final[Mapping[str, str]] = {
 """``model_type`` of configurations, by which GGUF architecture is the same block."""
 _PREFIXES: Final = ("model.", "language_model.model.", "model.language_model.")
 """What begins the names of a language model's tensors, by itself and as a part of a larger model."""
-_GEMMA3_WINDOW_PATTERN: Final = 6
 
 
 @dataclass(frozen=True)
@@ -318,34 +318,9 @@ def _read_layers(
         raise SourceError(f"{checkpoint.label}: {error}") from None
     if ropes is None or None in ropes:
         raise ModelError(f"{checkpoint.label}: its configuration does not describe how K of every layer is rotated")
-    windows = _list_windows(checkpoint, num_layers)
+    windows = list_windows(checkpoint.settings, num_layers, checkpoint.label)
     return tuple(
         LayerConfig(frequencies=rope.radians, rope_scale=rope_scale, window=window)
         for rope, window in zip(ropes, windows, strict=True)
         if rope is not None
     )
-
-
-def _list_windows(checkpoint: DecoderCheckpoint, num_layers: int) -> list[int | None]:
-    settings = checkpoint.settings
-    window = settings.get("sliding_window")
-    if window is None or settings.get("use_sliding_window") is False:
-        return [None] * num_layers
-    if type(window) is not int or window < 1:
-        raise ModelError(f"{checkpoint.label}: sliding_window is {window!r:.40}: expected a number above 0")
-    kinds = settings.get("layer_types")
-    if kinds is not None:
-        if not isinstance(kinds, list) or len(kinds) != num_layers:
-            raise ModelError(f"{checkpoint.label}: layer_types is not of {num_layers} layers")
-        return [window if kind == "sliding_attention" else None for kind in kinds]
-    if settings.get("model_type") in ("gemma3", "gemma3_text"):
-        pattern = settings.get("sliding_window_pattern", _GEMMA3_WINDOW_PATTERN)
-        if type(pattern) is not int or pattern < 1:
-            raise ModelError(
-                f"{checkpoint.label}: sliding_window_pattern is {pattern!r:.40}: expected a number above 0"
-            )
-        return [window if (layer + 1) % pattern else None for layer in range(num_layers)]
-    first = settings.get("max_window_layers", 0) if "use_sliding_window" in settings else 0
-    if type(first) is not int:
-        raise ModelError(f"{checkpoint.label}: max_window_layers is {first!r:.40}: expected a number")
-    return [window if layer >= first else None for layer in range(num_layers)]

@@ -7,7 +7,7 @@ The names are those that optimum and transformers.js exports share: ``past_key_v
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from ..._util.packages import import_optional
 from ...errors import ModelError
+from ..windows import list_windows
 from .model_files import ModelFiles, get_section, iter_subgraphs
 
 _PAST = re.compile(r"(?:past_key_values|past_key_value|past|past_kv)[._](\d+)[._](key|value|k|v)")
@@ -80,6 +81,8 @@ class DecoderInterface:
     bias_inputs: tuple[str, ...] | None
     #: Names of the inputs with the true positions of all keys, for layers whose window depends on them.
     key_position_inputs: dict[int, str]
+    #: Latest tokens that these layers attend to, as far as the graph takes windows by true positions.
+    windows: dict[int, int]
     #: Numpy dtype of each input.
     types: dict[str, type[np.generic]] = field(repr=False)
     #: Number of axes of each input.
@@ -156,9 +159,17 @@ class _InterfaceReader:
             query_outputs=self._find_layer_outputs(_QUERIES, len(past)),
             bias_inputs=tuple(bias_names[layer] for layer in range(len(past))) if has_biases else None,
             key_position_inputs=key_positions,
+            windows=self._read_windows(len(past), key_positions),
             types={name: self._read_dtype(self.inputs[name]) for name in names},
             ranks={name: len(_read_dims(self.inputs[name])) for name in names},
         )
+
+    def _read_windows(self, num_layers: int, layers: Iterable[int]) -> dict[int, int]:
+        try:
+            windows = list_windows(self.files.config, num_layers, self.label)
+        except ModelError:  # nothing here needs them to run the graph
+            return {}
+        return {layer: window for layer in layers if layer < num_layers and (window := windows[layer]) is not None}
 
     def _build_error(self, message: str) -> ModelError:
         return ModelError(f"{self.label}: {message}")

@@ -11,6 +11,7 @@ import pytest
 from prefixes import MODEL, layers_of, same
 
 from kvmnn import KvmnnError, LayerCache
+from kvmnn.arrays.opaque_state import make_state
 from kvmnn.store import PrefixStore, write_prefix
 from kvmnn.store.remote.records import make_unit_name
 
@@ -280,6 +281,61 @@ def test_pin_applies_again_in_a_longer_text(url: str) -> None:
         assert store.unpin(text, model=MODEL).was_pinned
         store.gc(max_bytes=0)
         assert store.match(longer, model=MODEL) == 0
+
+
+def lose(url: str, store: PrefixStore, name: str) -> None:
+    if "://" not in url:
+        Path(name).unlink()
+    else:
+        store._backend.key_values.delete([name])
+
+
+@pytest.mark.parametrize("how", [damage, lose])
+def test_pin_keeps_the_beginning_of_a_damaged_text(url: str, how: Callable[[str, PrefixStore, str], None]) -> None:
+    text, other = [*range(75)], [*range(32), *range(100, 150)]
+    with PrefixStore(url, block_tokens=4, ram_bytes=0) if "://" in url else PrefixStore(url, block_tokens=4) as store:
+        for tokens in (32, 64, 75):
+            put(store, text[:tokens])
+        store.pin(text, model=MODEL)
+        how(url, store, files_of(url, store)[2])
+        assert store.get(text, model=MODEL).tokens == 64
+        put(store, other)
+        with_other = store.stats().bytes
+        store.gc(max_bytes=with_other - 1)
+        assert (store.match(text, model=MODEL), store.match(other, model=MODEL)) == (64, 32)
+        how(url, store, files_of(url, store)[1])
+        assert store.get(text, model=MODEL).tokens == 32
+        assert "above the limit, of texts that are pinned" in store.gc(max_bytes=0).kept
+        assert [(entry.tokens, entry.pinned) for entry in store.ls().texts] == [(32, True)]
+        assert store.delete(text[:32], model=MODEL).is_refused
+        assert (store.stats().pinned, store.verify().damaged) == (1, ())
+    with PrefixStore(url) as store:
+        assert put(store, text).known_tokens == 32
+        put(store, other)
+        assert {(entry.tokens, entry.pinned) for entry in store.ls().texts} == {(75, True), (82, False)}
+        store.gc(max_bytes=0)
+        assert (store.match(text, model=MODEL), store.stats().units, store.verify().damaged) == (75, 2, ())
+        assert store.unpin(text, model=MODEL).was_pinned
+        store.gc(max_bytes=0)
+        assert store.stats().units == store.stats().pinned == 0
+
+
+def test_pin_of_state_keeps_the_beginning_without_it(url: str) -> None:
+    text = [*range(38)]
+    state = [make_state(3, "recurrent_states", bytes(64), dtype="float32", shape=(4, 4))]
+    with PrefixStore(url, block_tokens=4, ram_bytes=0) if "://" in url else PrefixStore(url, block_tokens=4) as store:
+        store.put(text, layers_of(text), model=MODEL, states=state)
+        store.pin(text, model=MODEL)
+        lose(url, store, files_of(url, store)[1])
+        assert len(store.verify().damaged) == 1
+        assert store.gc(max_bytes=0).units == 0
+        assert store.get(text, model=MODEL, partial=True).tokens == 38
+        store.put(text, layers_of(text), model=MODEL, states=state)
+        store.gc(max_bytes=0)
+        assert store.get(text, model=MODEL).tokens == 38
+        assert store.unpin(text, model=MODEL).was_pinned
+        store.gc(max_bytes=0)
+        assert store.stats().units == store.stats().states == 0
 
 
 def test_unpin_lost_text(url: str) -> None:

@@ -188,6 +188,16 @@ def test_verify_reports_and_removes_damaged_units(tmp_path: Path) -> None:
         assert store.match([*range(8), 1], model=MODEL) == 8
 
 
+def test_gc_counts_the_bytes_of_files_that_were_there(tmp_path: Path) -> None:
+    first, second, third = made(tmp_path / "s", range(8), range(19), [*range(19), *range(50, 60)])
+    left_bytes = [path.stat().st_size for path in (first, third)]
+    second.unlink()
+    with PrefixStore(tmp_path / "s") as store:
+        cleaned = store.gc(0)
+        assert (cleaned.units, cleaned.lost, cleaned.bytes, store.stats().bytes) == (3, 2, sum(left_bytes), 0)
+        assert "a unit before them was gone: 2 units" in str(cleaned)
+
+
 def test_gc_removes_unreferenced_files(tmp_path: Path) -> None:
     files = made(tmp_path / "s", range(8), range(30, 40))
     other = files[0].with_name(f"{99:08x}.unit")

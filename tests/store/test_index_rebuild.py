@@ -366,6 +366,22 @@ def test_rebuild_index_keeps_pins_of_lost_texts(tmp_path: Path) -> None:
         assert store.match(range(11), model=MODEL) == 11
 
 
+def test_rebuild_index_pins_what_is_left_of_a_text(tmp_path: Path) -> None:
+    with PrefixStore(tmp_path, block_tokens=4) as store:
+        for tokens in (8, 19):
+            store.put(range(tokens), layers_of(range(tokens)), model=MODEL)
+        store.pin(range(19), model=MODEL)
+    _, unit = sorted(tmp_path.glob("units/*/*.unit"))
+    unit.unlink()
+    (tmp_path / "index.sqlite").unlink()
+    with PrefixStore(tmp_path) as store:
+        store.gc(max_bytes=0)
+        assert store.match(range(19), model=MODEL) == 8
+        store.put(range(19), layers_of(range(19)), model=MODEL)
+        store.gc(max_bytes=0)
+        assert store.match(range(19), model=MODEL) == 19
+
+
 @PLAIN_ONLY
 def test_open_units_without_settings_are_refused_until_written(folder: Path) -> None:
     """A number of tokens that cannot be right makes no index; the right one finds everything."""

@@ -111,6 +111,24 @@ def test_remote_park_and_resume_sessions(url: str) -> None:
             store.resume("chat äöü")
 
 
+def test_remote_pin_without_its_first_units_is_read(url: str) -> None:
+    """As the first versions wrote it; a put of the text completes it."""
+    ids = list(range(19))
+    with PrefixStore(url, block_tokens=4) as store:
+        for tokens in (8, 19):
+            put(store, ids[:tokens])
+        store.pin(ids, model=MODEL)
+        values = store._backend.key_values
+        (name,) = values.list_tree("pins")
+        document = json.loads(values.get_many([name])[0])
+        assert len(document.pop("before")) == 1
+        values.put_many({name: json.dumps(document).encode()})
+        store.gc(max_bytes=0)
+        assert store.match(ids, model=MODEL) == 19
+        put(store, [*ids, 7])
+        assert json.loads(values.get_many([name])[0])["before"]
+
+
 def test_remote_damaged_session_can_be_removed(url: str) -> None:
     with PrefixStore(url) as store:
         store.park("chat", [1, 2], layers_of([1, 2]), model=MODEL)

@@ -155,7 +155,7 @@ class _TextRow(NamedTuple):
 
 
 class RemovedUnits(NamedTuple):
-    """Number of units that were removed, and bytes of their files."""
+    """Number of units that were removed, and bytes of those files that were there."""
 
     num_units: int = 0
     nbytes: int = 0
@@ -496,9 +496,8 @@ class DirectoryBackend:
         def remove_chosen(choose: Callable[[ValidatingCursor], Sequence[int]]) -> RemovedUnits:
             with self.index.begin_writing() as cursor:
                 removed_units = choose(cursor)
-                nbytes = index_updates.delete_units(cursor, removed_units)
-            self.files.delete_units(removed_units)
-            return RemovedUnits(len(removed_units), nbytes)
+                index_updates.delete_units(cursor, removed_units)
+            return RemovedUnits(len(removed_units), self.files.delete_units(removed_units))
 
         try:
             return self.change_index(lambda: remove_chosen(choose))
@@ -507,10 +506,11 @@ class DirectoryBackend:
                 raise
         with self.index.begin_reading() as cursor:
             chosen_units = choose(cursor)
-        self.files.delete_units(chosen_units)  # without these files `choose` would find fewer units
-        return self.change_index(
+        nbytes = self.files.delete_units(chosen_units)  # without these files `choose` would find fewer units
+        removed = self.change_index(
             lambda: remove_chosen(lambda cursor: index_updates.list_all_with_descendants(cursor, chosen_units))
         )
+        return removed._replace(nbytes=nbytes + removed.nbytes)
 
     def change_index(self, change: Callable[[], T]) -> T:
         """Run a change of the index; if the disk has no space for a journal, change the index in place."""
@@ -525,16 +525,15 @@ class DirectoryBackend:
             except KvmnnError:
                 raise error from None
 
-    def free_unit_files(self, max_bytes: int) -> bool:
-        """Delete files of units that `evict_units` would remove, not their rows; return whether there were any."""
+    def free_unit_files(self, max_bytes: int) -> RemovedUnits:
+        """Delete files of units that `evict_units` would remove, not their rows."""
         with self.index.begin_reading() as cursor:
             evictable_units = [
                 unit
                 for unit in index_updates.list_evictable_units(cursor, max_bytes)
                 if self.files.make_path(unit).is_file()
             ]
-        self.files.delete_units(evictable_units)
-        return bool(evictable_units)
+        return RemovedUnits(len(evictable_units), self.files.delete_units(evictable_units))
 
     def enforce_limit(self) -> tuple[int, ExceededLimit | None]:
         with self.index.begin_reading() as cursor:
@@ -545,8 +544,8 @@ class DirectoryBackend:
             ]
         if not exceeded_limits:
             return 0, None
-        nbytes = self._evict(self._evict_excess).nbytes
-        return nbytes, min(exceeded_limits, key=lambda limit: limit.max_bytes) if nbytes else None
+        evicted = self._evict(self._evict_excess)
+        return evicted.nbytes, min(exceeded_limits, key=lambda limit: limit.max_bytes) if evicted.num_units else None
 
     def evict_units(self, max_bytes: int) -> RemovedUnits:
         """Remove the units with the lowest priorities until at most `max_bytes` are left."""
@@ -555,11 +554,8 @@ class DirectoryBackend:
     def _evict(self, evict: Callable[[ValidatingCursor], list[int]]) -> RemovedUnits:
         with self.index.begin_writing() as cursor:
             self._save_touched(cursor)
-            bytes_before = index_updates.read_total_bytes(cursor)
             evicted_units = evict(cursor)
-            removed_units = RemovedUnits(len(evicted_units), bytes_before - index_updates.read_total_bytes(cursor))
-        self.files.delete_units(evicted_units)
-        return removed_units
+        return RemovedUnits(len(evicted_units), self.files.delete_units(evicted_units))
 
     def _evict_excess(self, cursor: ValidatingCursor, exempt_units: Sequence[int] = ()) -> list[int]:
         """Delete the rows of units above the quota of the tenant, then of those above the limit of all.
@@ -804,13 +800,15 @@ class DirectoryBackend:
         self.files.remove_stale()
         self.recovery_files.remove_stale()
         try:
-            return self.change_index(lambda: self._remove_unreferenced(max_bytes))
+            return self.change_index(lambda: self._remove_unreferenced(max_bytes, RemovedUnits()))
         except OutputError:
-            if self.read_only or max_bytes is None or not self.free_unit_files(max_bytes):
+            freed = RemovedUnits() if self.read_only or max_bytes is None else self.free_unit_files(max_bytes)
+            if not freed.num_units:
                 raise
-        return self.change_index(lambda: self._remove_unreferenced(max_bytes))
+        return self.change_index(lambda: self._remove_unreferenced(max_bytes, freed))
 
-    def _remove_unreferenced(self, max_bytes: int | None) -> CleanupResult:
+    def _remove_unreferenced(self, max_bytes: int | None, freed: RemovedUnits) -> CleanupResult:
+        """Remove as `collect_garbage`; of `freed` units the files were removed before."""
         with self.index.begin_writing() as cursor:  # no other process moves a staged file into place meanwhile
             unit_ids = set(cursor.list_numbers("SELECT id FROM unit"))
             unknown_paths = list(self.files.iter_unknown_files(unit_ids))
@@ -849,8 +847,8 @@ class DirectoryBackend:
         self.index.vacuum()
         return CleanupResult(
             units=removed.num_units + evicted.num_units,
-            lost=removed.num_units,
-            bytes=removed.nbytes + evicted.nbytes,
+            lost=max(removed.num_units - freed.num_units, 0),
+            bytes=removed.nbytes + evicted.nbytes + freed.nbytes,
             other_files=num_other_files,
             other_bytes=other_bytes,
             kept=explain_pinned_bytes(remaining_bytes, max_bytes),

@@ -142,11 +142,16 @@ class UnitFiles:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 os.replace(staged_path, path)
 
-    def delete_units(self, units: Iterable[int]) -> None:
-        """Delete the files of units; `iter_unknown_files` finds those that cannot be deleted now."""
+    def delete_units(self, units: Iterable[int]) -> int:
+        """Delete the files of units; return their bytes. `iter_unknown_files` finds what cannot be deleted now."""
+        nbytes = 0
         for unit in units:
             with suppress(OSError):
-                self.make_path(unit).unlink()
+                path = self.make_path(unit)
+                file_bytes = path.stat().st_size
+                path.unlink()
+                nbytes += file_bytes
+        return nbytes
 
     def iter_unknown_files(self, known_units: set[int]) -> Iterator[Path]:
         """Yield the unit files whose numbers are not in `known_units`."""

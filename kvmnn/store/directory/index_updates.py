@@ -58,7 +58,7 @@ _SET_PRIORITY_SQL = f"""UPDATE unit SET priority = CASE (SELECT policy FROM stat
     / max(bytes, 1)), {MAX_UNIT_PRIORITY}) ELSE used END"""
 """Priority of `backend.compute_benefit`; a unit of windows and state saves the whole prefix before it."""
 _LOST_UNIT = 0
-"""The unit of a pin whose sequence is not completely stored; a put of the sequence renews the pin."""
+"""The unit of a pin of whose sequence nothing is stored; a put of the sequence renews the pin."""
 
 
 def ensure_namespace_id(cursor: ValidatingCursor, namespace: Namespace) -> int:
@@ -182,24 +182,38 @@ def _find_superseded_tail(cursor: ValidatingCursor, parent: bytes, sort_key: byt
 
 
 def insert_pin(cursor: ValidatingCursor, key: bytes, unit: int, tokens: int) -> bool:
-    """Pin a sequence by `unit`, its last one, `_LOST_UNIT` if that is missing; return whether it had no pin before."""
+    """Pin a sequence by `unit`, `_LOST_UNIT` if none is stored; return whether it had no pin before."""
     pinned_unit = cursor.fetch_number("SELECT unit FROM pin WHERE key = ?", (key,))
-    if pinned_unit is None or pinned_unit == _LOST_UNIT:
+    if pinned_unit != unit:
         cursor.execute("INSERT OR REPLACE INTO pin VALUES (?, ?, ?)", (key, unit, tokens))
         cursor.execute("UPDATE unit SET pins = pins + 1 WHERE id = ?", (unit,))
+        cursor.execute("UPDATE unit SET pins = pins - 1 WHERE id = ?", (pinned_unit,))
     return pinned_unit is None
 
 
 def pin_sequence(cursor: ValidatingCursor, lookup: Lookup, sequence: TokenSequence) -> None:
-    """Pin a sequence; if its end is not stored, the pin takes effect when it is put."""
+    """Pin a sequence; if its end is not stored, the pin keeps its stored blocks until it is put."""
     key = compute_sequence_key(sequence.namespace_key, sequence.ids, sequence.secret)
-    insert_pin(cursor, key, lookup.find_last_unit(sequence) or _LOST_UNIT, sequence.ids.size)
+    unit = lookup.find_last_unit(sequence)
+    if unit is None:
+        prefix_match = lookup.find_prefix(sequence)
+        end_keys = sequence.keys[: prefix_match.num_blocks][-1:]
+        units = [block.unit for block in find_stored_blocks(cursor, end_keys).values()]
+        if prefix_match.tokens == sequence.ids.size:  # only its state is missing
+            units = [*prefix_match.list_units()]
+        unit = units[-1] if units else _LOST_UNIT
+    insert_pin(cursor, key, unit, sequence.ids.size)
 
 
 def restore_pins(cursor: ValidatingCursor, lookup: Lookup, sequence: TokenSequence) -> None:
-    """Renew the pins of this sequence and of its prefixes whose units were lost."""
-    query = "SELECT key, tokens FROM pin WHERE unit = ?"
-    for key, tokens in cursor.fetch_rows(tuple[Key, int], query, (_LOST_UNIT,)):
+    """Renew the pins of this sequence and of its prefixes that have lost units: `delete_units` has moved them."""
+    if not cursor.has_row("SELECT 1 FROM pin LIMIT 1"):
+        return
+    last_unit = lookup.find_last_unit(sequence) or _LOST_UNIT
+    before_state = cursor.list_numbers("SELECT parent FROM unit WHERE id = ? AND parent IS NOT NULL", (last_unit,))
+    units = {_LOST_UNIT, *lookup.find_prefix(sequence).list_units(), *before_state}
+    query = f"SELECT key, tokens FROM pin WHERE unit IN {_format_numbers([*units])}"
+    for key, tokens in cursor.fetch_rows(tuple[Key, int], query):
         ids = sequence.ids[:tokens]
         if ids.size == tokens and compute_sequence_key(sequence.namespace_key, ids, sequence.secret) == key:
             pin_sequence(cursor, lookup, sequence.take_prefix(tokens))
@@ -212,8 +226,11 @@ def save_session(cursor: ValidatingCursor, name: str, namespace: Namespace, ids:
     cursor.execute("INSERT OR REPLACE INTO session VALUES (?, ?, ?)", row)
 
 
-def delete_units(cursor: ValidatingCursor, units: Iterable[int]) -> int:
-    """Delete the rows of units, which must be ordered descendants first; return the bytes of their files."""
+def delete_units(cursor: ValidatingCursor, units: Iterable[int]) -> None:
+    """Delete the rows of units, which must be ordered descendants first.
+
+    A pin goes to the unit before: it keeps what is left of its sequence.
+    """
     nbytes = 0
     for unit in units:
         row = cursor.fetch_row(tuple[int | None, int], "SELECT parent, bytes FROM unit WHERE id = ?", (unit,))
@@ -221,11 +238,10 @@ def delete_units(cursor: ValidatingCursor, units: Iterable[int]) -> int:
             parent, unit_bytes = row
             for table, column in (("unit", "id"), ("block", "unit"), ("branch", "unit")):
                 cursor.execute(f"DELETE FROM {table} WHERE {column} = ?", (unit,))
-            cursor.execute("UPDATE pin SET unit = ? WHERE unit = ?", (_LOST_UNIT, unit))
-            cursor.execute("UPDATE unit SET children = children - 1 WHERE id = ?", (parent,))
+            num_pins = cursor.execute("UPDATE pin SET unit = ? WHERE unit = ?", (parent or _LOST_UNIT, unit))
+            cursor.execute("UPDATE unit SET children = children - 1, pins = pins + ? WHERE id = ?", (num_pins, parent))
             nbytes += unit_bytes
     cursor.execute("UPDATE state SET bytes = bytes - ?", (nbytes,))
-    return nbytes
 
 
 def read_total_bytes(cursor: ValidatingCursor, spaces: Sequence[int] | None = None) -> int:

@@ -65,7 +65,7 @@ from ..unit import (
     to_unit_bytes,
 )
 from ..unit_codec import PrefixState
-from .eviction import Pin, list_end_units, read_pins, read_uses, save_pin, select_evicted
+from .eviction import Pin, list_pinned_units, read_pins, read_uses, save_pin, select_evicted
 from .key_values import CircuitBreaker
 from .records import (
     MAX_IDS_IN_NAME,
@@ -465,7 +465,7 @@ class RemoteBackendBase:
         Where nothing is pinned the records of the prefix alone are read, else all of the tenant's, or (None) all.
         """
         prefix_sizes = self._read_prefix_sizes(prefix)
-        pinned = list_end_units(read_pins(self.key_values))
+        pinned = list_pinned_units(read_pins(self.key_values))
         if not pinned:
             return sum(prefix_sizes.values())
         records = self.list_stored_records(tenant)
@@ -544,9 +544,9 @@ class RemoteBackendBase:
             record = parse_record_at(data, path, sequence.block_tokens, sequence.secret)
             if record is None or record.ids.size >= min(sequence.block_tokens, new_unit.ids.size):
                 continue
-            if count_common_entries(record.ids, new_unit.ids) == record.ids.size and record.unit not in list_end_units(
-                read_pins(self.key_values)
-            ):
+            if count_common_entries(
+                record.ids, new_unit.ids
+            ) == record.ids.size and record.unit not in list_pinned_units(read_pins(self.key_values)):
                 return record
         return None
 
@@ -620,7 +620,7 @@ class RemoteBackendBase:
             total_bytes = sum(record.nbytes for record in records)
             ranks = self._compute_ranks(records)
             excess = total_bytes - max_bytes
-            evicted = select_evicted(records, self.block_tokens, ranks, list_end_units(pins), excess, last_units)
+            evicted = select_evicted(records, self.block_tokens, ranks, list_pinned_units(pins), excess, last_units)
             nbytes = sum(record.nbytes for record in evicted)
             if not evicted or self._delete_unless_pinned(evicted, pins):
                 if evicted and self.policy == "benefit":
@@ -686,20 +686,20 @@ class RemoteBackendBase:
         record_names = [record.make_name(self.block_tokens) for record in records]
         return [*record_names, *map(make_unit_name, units), *map(make_use_name, units)]
 
-    def _find_end_units(self, sequence: TokenSequence) -> tuple[int, ...]:
-        """Return the unit with the end of a sequence, and its state unit if it needs one; () unless all is stored."""
+    def find_pinned_units(self, sequence: TokenSequence) -> tuple[int, ...]:
+        """Return the units of a sequence, then its state unit if it needs one; () unless all is stored."""
         prefix_match = self.find_prefix(sequence)
-        end_units = tuple(unit_slice.unit for unit_slice in prefix_match.slices[-1:])
+        units = prefix_match.list_units()
         is_entire = prefix_match.tokens == sequence.ids.size
         if not sequence.needs_state:
-            return end_units if is_entire else ()
+            return units if is_entire else ()
         state = self.find_state(sequence, sequence.ids.size)
-        if state is None or state.tokens < sequence.ids.size or (end_units and not is_entire):
+        if state is None or state.tokens < sequence.ids.size or (units and not is_entire):
             return ()
-        return (*end_units, state.unit)
+        return (*units, state.unit)
 
     def _restore_pins(self, sequence: TokenSequence) -> None:
-        """Move the pins of a sequence and of its prefixes to the units that contain their ends now."""
+        """Move the pins of a sequence and of its prefixes to the units that they have now."""
         for name, pin in read_pins(self.key_values).items():
             if (
                 not 0 < pin.tokens <= sequence.ids.size
@@ -707,9 +707,9 @@ class RemoteBackendBase:
                 != name
             ):
                 continue
-            end_units = self._find_end_units(sequence.take_prefix(pin.tokens))
-            if end_units and end_units != pin.end_units:
-                save_pin(self.key_values, name, Pin(end_units, pin.tokens))
+            units = self.find_pinned_units(sequence.take_prefix(pin.tokens))
+            if units and units != pin.units:
+                save_pin(self.key_values, name, Pin(units, pin.tokens), has_state=sequence.needs_state)
 
     @property
     def records_uses(self) -> bool:

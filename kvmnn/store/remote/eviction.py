@@ -17,7 +17,7 @@ from .key_values import CircuitBreaker
 from .records import StateRecord, UnitRecord, UnitUse, decode_use, make_use_name
 
 _NAMES_PER_REQUEST = 256
-_MAX_PIN_DOCUMENT_BYTES = 1 << 16
+_MAX_PIN_DOCUMENT_BYTES = 256 << 20
 _STATE_PARENT_ORDER = -1 << 32
 """Sorts the unit before an evicted state first among units of equal priority: without its state it is of no use."""
 
@@ -25,8 +25,8 @@ _STATE_PARENT_ORDER = -1 << 32
 class Pin(NamedTuple):
     """A pinned sequence; of a damaged pin both fields are empty."""
 
-    #: The unit with the end of the sequence, then its state unit if it has one.
-    end_units: tuple[int, ...] = ()
+    #: The units of the sequence in order, then its state unit if it has one: if some are lost, those before them stay.
+    units: tuple[int, ...] = ()
     #: Length of the sequence.
     tokens: int = 0
 
@@ -39,22 +39,31 @@ def read_pins(key_values: CircuitBreaker) -> dict[str, Pin]:
         pins[name] = Pin()
         with suppress(ManifestError, ValueError):
             document = parse_document(data or b"", key_values.label, _MAX_PIN_DOCUMENT_BYTES)
-            unit_texts = [document.get(key).read_str() for key in ("unit", "state") if key in document.value]
-            pins[name] = Pin(tuple(int(unit, 16) for unit in unit_texts), document.get("tokens").read_int(0))
+            nodes = document.get("before").read_list() if "before" in document.value else []
+            nodes += [document.get(key) for key in ("unit", "state") if key in document.value]
+            units = tuple(int(node.read_str(), 16) for node in nodes)
+            pins[name] = Pin(units, document.get("tokens").read_int(0))
     return pins
 
 
-def save_pin(key_values: CircuitBreaker, name: str, pin: Pin) -> None:
-    """Write a pin under its name."""
-    document: dict[str, object] = {"unit": f"{pin.end_units[0]:032x}", "tokens": pin.tokens}
-    if len(pin.end_units) > 1:
-        document["state"] = f"{pin.end_units[1]:032x}"
-    key_values.put_many({f"pins/{name}": json.dumps(document).encode()})
+def save_pin(key_values: CircuitBreaker, name: str, pin: Pin, *, has_state: bool) -> None:
+    """Write a pin under its name; with `has_state` its last unit is one of state."""
+    *before, unit = [f"{unit:032x}" for unit in pin.units]
+    document: dict[str, object] = {"unit": unit, "tokens": pin.tokens}
+    if has_state and before:
+        document |= {"unit": before.pop(), "state": unit}
+    key_values.put_many({f"pins/{name}": json.dumps(document | {"before": before}).encode()})
 
 
-def list_end_units(pins: Mapping[str, Pin]) -> set[int]:
+def list_pinned_units(pins: Mapping[str, Pin]) -> set[int]:
     """Return the units that pins keep."""
-    return {unit for pin in pins.values() for unit in pin.end_units}
+    return {unit for pin in pins.values() for unit in pin.units}
+
+
+def list_pinned_ends(pins: Mapping[str, Pin], stored_units: Collection[int]) -> set[int]:
+    """Return the last stored unit of each pinned sequence."""
+    ends = (next((unit for unit in reversed(pin.units) if unit in stored_units), None) for pin in pins.values())
+    return {unit for unit in ends if unit is not None}
 
 
 def read_uses(key_values: CircuitBreaker, records: Sequence[UnitRecord]) -> dict[int, UnitUse]:

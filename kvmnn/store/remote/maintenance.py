@@ -47,7 +47,7 @@ from ..results import (
 )
 from ..unit import DamagedUnitError, UnitHeader, parse_header
 from .backend import NAMES_PER_REQUEST, TABLES_FOLDER, RemoteBackendBase
-from .eviction import Pin, find_ends_of_states, list_end_units, read_pins, read_uses, save_pin
+from .eviction import Pin, find_ends_of_states, list_pinned_ends, list_pinned_units, read_pins, read_uses, save_pin
 from .records import StateRecord, UnitRecord, make_unit_name, parse_record_at
 
 _SESSIONS_FOLDER, _LABELS_FOLDER, _LOSSES_FOLDER = "sessions", "labels", "losses"
@@ -71,7 +71,7 @@ class RemoteBackend(RemoteBackendBase):
             prefix_match = self.find_prefix(sequence)
             remaining = {record.unit: record for record in self.list_valid_records()}
             pins = read_pins(self.key_values)
-            pinned_units = list_end_units(pins)
+            pinned_units = list_pinned_units(pins)
             deleted: list[UnitRecord] = []
             state = self.find_state(sequence, sequence.ids.size) if sequence.needs_state else None
             if state is not None and state.tokens == sequence.ids.size and state.unit not in pinned_units:
@@ -92,8 +92,9 @@ class RemoteBackend(RemoteBackendBase):
                     break
                 deleted.append(remaining.pop(record.unit))
             if not deleted or self._delete_unless_pinned(deleted, pins):
-                is_pinned = bool(prefix_match.slices) and prefix_match.slices[-1].unit in pinned_units
-                is_pinned |= state is not None and state.unit in pinned_units
+                pinned_ends = list_pinned_ends(pins, remaining)
+                is_pinned = bool(prefix_match.slices) and prefix_match.slices[-1].unit in pinned_ends
+                is_pinned |= state is not None and state.unit in pinned_ends
                 kept_reason = explain_kept_part(len(deleted), self.find_prefix(sequence).tokens, is_pinned=is_pinned)
                 nbytes = sum(record.nbytes for record in deleted)
                 return CleanupResult(units=len(deleted), bytes=nbytes, kept=kept_reason)
@@ -135,11 +136,7 @@ class RemoteBackend(RemoteBackendBase):
             for state in _select_states(stored_records)
             if state.namespace_key in keys_with_layers and not _has_end_unit(stored_records, state, self.block_tokens)
         }
-        unreachable_units = (
-            {record.unit for _, record in named_records if record is not None}
-            - reached_units
-            - list_end_units(read_pins(self.key_values))
-        )
+        unreachable_units = {record.unit for _, record in named_records if record is not None} - reached_units
         orphans = [candidate for candidate in stored_records if candidate.unit in unreachable_units]
         self.delete_records(orphans)
         unused_use_names = [f"uses/{name}" for name in uses if name not in known_names]
@@ -326,8 +323,8 @@ class RemoteBackend(RemoteBackendBase):
         stored_units = {record.unit for record in self.list_stored_records()}
         pins = read_pins(self.key_values).values()
         return sum(
-            any(unit in own_units for unit in pin.end_units)
-            or (not self.tenant and not stored_units.intersection(pin.end_units))
+            any(unit in own_units for unit in pin.units)
+            or (not self.tenant and not stored_units.intersection(pin.units))
             for pin in pins
         )
 
@@ -397,7 +394,7 @@ class RemoteBackend(RemoteBackendBase):
     def list_entries(self) -> StoreListing:
         namespaces = self._get_own_namespaces()
         valid_records = [record for record in self.list_stored_records() if record.namespace_key in namespaces]
-        pinned = list_end_units(read_pins(self.key_values))
+        pinned = list_pinned_ends(read_pins(self.key_values), {record.unit for record in valid_records})
         ticks = {unit: use.tick for unit, use in read_uses(self.key_values, valid_records).items()}
         sorted_ticks = sorted(set(ticks.values()))
         block_tokens = self.block_tokens
@@ -491,11 +488,11 @@ class RemoteBackend(RemoteBackendBase):
         sequence = namespace.make_sequence(ids, self.block_tokens)
         name = StoredText(namespace, ids).key.hex()
         (previous_pin,) = self.key_values.get_many([f"pins/{name}"])
-        end_units = self._find_end_units(sequence)
-        if end_units:
-            save_pin(self.key_values, name, Pin(end_units, ids.size))
-            end_units = self._find_end_units(sequence)  # from here on no process evicts it
-        if not end_units:
+        units = self.find_pinned_units(sequence)
+        if units:
+            save_pin(self.key_values, name, Pin(units, ids.size), has_state=sequence.needs_state)
+            units = self.find_pinned_units(sequence)  # from here on no process evicts it
+        if not units:
             self.key_values.delete([f"pins/{name}"])
             stored_tokens = self.find_prefix(sequence).tokens
             raise KvmnnError(f"{self.label}: holds only {stored_tokens:,} tokens of this text of {ids.size:,}")

@@ -560,11 +560,12 @@ def infer_token_count(files: PackedFiles, match: LayoutMatch, row_counts: RowCou
         return TokenCountGuess(None, (), "rows of K and V that are not empty differ in number")
     min_tokens, max_tokens = infer_token_range(match)
     rows_text = pluralize(common_count, "row")
+    stale_text = "of which an engine may have left some"  # of erased tokens: neither kind of file records these
     if files.kind != "prefix":
-        reason = f"{rows_text} are not empty, of which an engine may have left some"
-        return TokenCountGuess(None, (common_count,), reason)
+        return TokenCountGuess(None, (common_count,), f"{rows_text} are not empty, {stale_text}")
     if common_count <= max_tokens or common_count < min_tokens or not max_tokens:
-        return TokenCountGuess(common_count, (common_count,), f"{rows_text} of K and V of all layers are not empty")
+        reason = f"{rows_text} of K and V of all layers are not empty, {stale_text} (--valid-tokens)"
+        return TokenCountGuess(common_count, (common_count,), reason)
     choices = (common_count, *range(max_tokens, max(min_tokens, 1) - 1, -1))
     why = "a session went on, or the files were packed with less room"
     return TokenCountGuess(

@@ -68,8 +68,6 @@ class PackedCacheReader:
     ignored_conflict: str = ""
     #: A sentence about nonzero rows of a prefix cache beyond the specified tokens; empty for none.
     omitted_rows_text: str = ""
-    #: Whether the caller's values override contradicting evidence.
-    is_trusted: bool = False
 
     @property
     def completeness(self) -> Completeness | None:
@@ -109,9 +107,7 @@ class PackedCacheReader:
         source.cache, source.states = self.info, list_opaque_states(self.files)
         source.metadata[cache_info.METADATA_KEY] = cache_info.dump_cache_info(self.info)
         if include_unused and self.files.is_whole_prefix:
-            if self.omitted_rows_text and not self.is_trusted:
-                raise _make_conflict_error(self.files, self.info, self.omitted_rows_text)
-            record = account_for_files(self.files, self.info, left_out=self.ignored_conflict or self.omitted_rows_text)
+            record = account_for_files(self.files, self.info, left_out=self.ignored_conflict)
             source.metadata[PACKED_FILES_KEY] = dump_packed_record(record)
             source.arrays = [*source.arrays, *make_unused_arrays(self.files, self.info, record)]
         return source
@@ -189,7 +185,7 @@ def open_packed_files(files: PackedFiles, options: PackedOptions) -> PackedCache
         conflicts.append(_check_contents(files, options, info, choice, row_counts, notes))
         omitted_rows_text = describe_omitted_rows(files, match, row_counts, tokens)
     ignored_conflict = "; ".join(filter(None, conflicts))
-    return PackedCacheReader(files, info, tuple(notes), ignored_conflict, omitted_rows_text, options.trust_options)
+    return PackedCacheReader(files, info, tuple(notes), ignored_conflict, omitted_rows_text)
 
 
 _MAX_STRAY_BYTES = 16

@@ -166,7 +166,7 @@ def read_folder(path: str, options: ReadOptions) -> Source:
         path, [(array_name_from_path(file), partial(_read_file_array, file, options)) for file in files], options
     )
     source = Source(arrays, skipped_arrays=skipped, opened_files=tuple(files))
-    add_sidecars(source, path)
+    add_sidecars(source, path, is_whole=not options.tensors)
     return source
 
 

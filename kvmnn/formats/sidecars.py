@@ -11,13 +11,15 @@ from typing import Final
 import numpy as np
 
 from .._util.dataclass import dataclass
-from .._util.text import LOSSY, format_range
+from .._util.text import LOSSY, format_range, pluralize
 from ..arrays.completeness import MAX_COMPLETENESS_BYTES as MAX_COMPLETENESS_BYTES
+from ..arrays.completeness import Completeness, dump_completeness_json
 from ..arrays.layers import collect_layers
-from ..arrays.positions import PositionMap, read_token_positions
+from ..arrays.naming import parse_conventional_name
+from ..arrays.positions import PositionMap, format_layers, read_token_positions
 from ..arrays.source import CAST_TEXT, COMPLETENESS_KEY, LOSSY_KEY, SIDECAR_KEY, Source
 from ..bundle.passthrough import MAX_SIDECAR_BYTES, POSITIONS_NAME, SIDECAR_NAMES, dump_sidecars, parse_sidecars
-from ..dtypes import Positions
+from ..dtypes import Part, Positions
 from ..errors import ManifestError, OutputError, SourceError
 from ..files.atomic import DirectoryOutput
 from ..files.file_names import COMPLETENESS_FILE, FOLDER_FILES, LOSS_FILE
@@ -27,8 +29,11 @@ LOSS_SCHEMA: Final = "kvmnn-loss"
 LOSS_SCHEMA_VERSION: Final = 1
 
 
-def add_sidecars(source: Source, folder: str) -> None:
+def add_sidecars(source: Source, folder: str, *, is_whole: bool = False) -> None:
     """Add the sidecars in `folder` to the metadata of a source of its arrays.
+
+    With `is_whole`, a source of all its arrays, layers that ``positions.json`` lists and that are not there count as
+    missing state.
 
     Unreadable ones, and ones larger than `MAX_SIDECAR_BYTES`, are skipped with a note, except the completeness of the
     arrays and the record of a loss.
@@ -51,9 +56,32 @@ def add_sidecars(source: Source, folder: str) -> None:
     loss = read_dump_loss(sidecars.get(POSITIONS_NAME, b""))
     if loss:
         source.metadata.setdefault(LOSSY_KEY, loss)
+    if is_whole and POSITIONS_NAME in sidecars and COMPLETENESS_KEY not in source.metadata:
+        _add_missing_layers(source, sidecars[POSITIONS_NAME])
     if sidecars:
         source.metadata[SIDECAR_KEY] = _dump_sidecars_cached(tuple(sidecars.items()))
         source.opened_files += tuple(str(Path(folder, name)) for name in sidecars)
+
+
+def _add_missing_layers(source: Source, positions_json: bytes) -> None:
+    """Add to the metadata which layers of the positions have not all the arrays that other layers have."""
+    try:
+        entries = parse_document(positions_json, POSITIONS_NAME, MAX_SIDECAR_BYTES).get("layers").read_list()
+        listed_layers = {parse_layer_number(entry, index) for index, entry in enumerate(entries)}
+    except ManifestError:
+        return  # what reads the positions reports it
+    parts_by_layer: dict[int, set[Part]] = {}
+    for name in filter(None, map(parse_conventional_name, source)):
+        parts_by_layer.setdefault(name.layer, set()).add(name.part)
+    all_parts = set[Part]().union(*parts_by_layer.values())
+    missing_layers = sorted(layer for layer in listed_layers if parts_by_layer.get(layer) != all_parts)
+    if all_parts and missing_layers:
+        sentence = (
+            f"{POSITIONS_NAME} lists {pluralize(len(listed_layers), 'layer')}, and K or V of "
+            f"{format_layers(missing_layers)} is missing"
+        )
+        completeness = Completeness(other_missing=(sentence,))
+        source.metadata[COMPLETENESS_KEY] = dump_completeness_json(completeness, source)
 
 
 def _add_completeness(source: Source, folder: str) -> None:

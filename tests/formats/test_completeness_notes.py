@@ -22,6 +22,7 @@ from kvmnn.errors import ManifestError
 from kvmnn.formats import encode_store, restore
 from kvmnn.formats.frames import transcode
 from kvmnn.formats.mnn import pack, unpack
+from kvmnn.formats.mnn.unpacker import OutputForm
 from kvmnn.packed.inference import PackedGeometry
 from kvmnn.store import read_layer_caches
 
@@ -145,6 +146,35 @@ def test_completeness_of_merged_inputs() -> None:
     np.savez("b.npz", **{"layer_1.key": np.zeros((2, 20, 16), np.float16)})
     found = merge_sources([kvmnn.open("a.safetensors"), kvmnn.open("b.npz")])
     assert found.completeness is not None and found.completeness.missing == [f"a.safetensors: {MISSING}"]
+
+
+@pytest.mark.parametrize("form", ["arrays", "dump"])
+def test_completeness_of_folder_that_lost_layers_of_its_positions(run: Run, form: OutputForm) -> None:
+    """The document of the positions, and nothing else in the folder, records how many layers there were."""
+    source = Source(
+        [
+            from_numpy(f"layer_{layer}.{part}", np.full((2, 5, 4), 1 + layer, np.float16))
+            for layer in range(3)
+            for part in ("key", "value")
+        ]
+    )
+    unpack(source, "d/", form=form)
+    layers = [{"layer": layer, "positions": [0, 1, 2, 3, 4]} for layer in range(3)]
+    Path("d/positions.json").write_text(json.dumps({"layers": layers}))
+    assert kvmnn.open("d").completeness is None
+    for path in list(Path("d").rglob("*")):
+        if path.is_file() and "layer_2" in str(path):
+            path.unlink()
+    problem = "positions.json lists 3 layers, and K or V of layer 2 is missing"
+    assert f"incomplete: {problem}" in run("inspect", "d").out
+    said = run("encode", "d", "-o", "b/").out
+    assert f"incomplete: {problem}" in said and "LOSSLESS for these arrays" in said
+    assert f"incomplete: {problem}" in run("verify", "b", "--against", "d").out
+    pack_options = ("--backend", "x86-avx2", "--name", "p", "--cast", "-o", "p/")
+    for path in ("d", "b"):
+        assert problem in run("mnn", "pack", path, *pack_options, code=1).err
+    names = [name for name in kvmnn.open("d") if "layer_0" in name]
+    run("mnn", "pack", "d", *pack_options, *(word for name in names for word in ("--tensor", name)))
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def read(path: str, options: ReadOptions) -> Source:
     source = Source(arrays, skipped_arrays=skipped, token_major=True, opened_files=tuple(opened))
     if len(arrays) == len(entries):
         source.metadata, source.notes = build_source_metadata(metadata_by_name, path)
-    add_sidecars(source, path)
+    add_sidecars(source, path, is_whole=not options.tensors)
     return source
 
 

@@ -354,8 +354,11 @@ class SequenceStore:
 
     def is_stored(self, text: StoredText) -> bool:
         """Return whether all of a sequence is stored."""
-        sequence = self.make_sequence(text.namespace, text.ids)
-        return self._find_stored_part(sequence, text.namespace).tokens == text.ids.size
+        return self.find_in_namespace(text).tokens == text.ids.size
+
+    def find_in_namespace(self, text: StoredText) -> StoredPart:
+        """Find the stored prefix of a sequence in its own namespace."""
+        return self._find_stored_part(self.make_sequence(text.namespace, text.ids), text.namespace)
 
     def find_complete(self, ids: Ids, model: str, dtype: str | None) -> list[tuple[Namespace, StoredPart]]:
         """Return the namespaces that contain a whole sequence, in the order of their first puts."""

@@ -806,37 +806,56 @@ class PrefixStore:
 
         return self._with_retry(delete)
 
-    def resolve(self, reference: str) -> StoredText:
+    def resolve(self, reference: str, *, partial: bool = False) -> StoredText:
         """Return the sequence that a label or a handle names.
 
         Parameters
         ----------
         reference
             A label of `put`, or the first letters of a key, four at least, as `ls` shows them.
+        partial
+            Also return a labelled sequence of which only a beginning is left, for `get`, `match` and `unpin`.
 
         Raises
         ------
         KvmnnError
-            If there is none, or more than one.
+            If there is none, or more than one, or only a beginning of it is left.
         """
+        is_handle = re.fullmatch(rf"[0-9a-f]{{{MIN_REFERENCE_LETTERS},32}}", reference) is not None
 
-        def find_all() -> list[StoredText]:
+        def find_all() -> tuple[list[StoredText], list[StoredText]]:
+            """Return the sequences that are stored as a whole; if there is none, those that are not, too."""
             labelled = list(self._backend.iter_labels())
-            texts = [text for label, text in labelled if label == reference and self._sequences.is_stored(text)]
-            if not texts and re.fullmatch(rf"[0-9a-f]{{{MIN_REFERENCE_LETTERS},32}}", reference):
-                named = [text for _, text in labelled if text.key.hex().startswith(reference)]
+            named = [text for label, text in labelled if label == reference]
+            texts = [text for text in named if self._sequences.is_stored(text)]
+            if not texts and is_handle:
+                by_key = [text for _, text in labelled if text.key.hex().startswith(reference)]
                 texts = [text for text in self._backend.iter_texts() if text.key.hex().startswith(reference)]
-                texts += filter(self._sequences.is_stored, named)
-            return list({text.key: text for text in texts}.values())
+                texts += filter(self._sequences.is_stored, by_key)
+                named += by_key
+            cut_texts = [] if texts else named
+            texts, cut_texts = (list({text.key: text for text in group}.values()) for group in (texts, cut_texts))
+            if partial and len(cut_texts) == 1 and self._sequences.find_in_namespace(cut_texts[0]).tokens:
+                texts = cut_texts
+            return texts, cut_texts
 
-        texts = self._with_retry(find_all)
+        texts, cut_texts = self._with_retry(find_all)
         if len(texts) == 1:
             return texts[0]
         keys = ", ".join(text.key.hex()[:16] for text in texts[:4])
         problem = f"{len(texts)} texts are called so: {keys}" if texts else "there is no text with this label or handle"
         if not texts and re.fullmatch(rf"[0-9a-f]{{1,{MIN_REFERENCE_LETTERS - 1}}}", reference):
             problem += f", and a handle has at least {MIN_REFERENCE_LETTERS} letters"
-        raise KvmnnError(f"{self._backend.label}: {repr_short(reference)}: {problem} (kvmnn store ls)")
+        problem = self._describe_cut(cut_texts[0]) if cut_texts and not texts else f"{problem} (kvmnn store ls)"
+        raise KvmnnError(f"{self._backend.label}: {repr_short(reference)}: {problem}")
+
+    def _describe_cut(self, text: StoredText) -> str:
+        """Say how much is left of a sequence that is not stored as a whole any more."""
+        model, dtype, num_tokens = text.namespace.model, text.namespace.dtype, text.ids.size
+        left = self.find(text.ids, model=model, dtype=dtype)
+        problem = "is damaged" if left.notes else "is damaged, or was evicted"
+        left_text = f"{left.tokens:,} of {pluralize(num_tokens, 'token')} are left (kvmnn store verify)"
+        return ": ".join([f"its text {problem}", left_text, *left.notes])
 
     def count_labelled(self, label: str) -> int:
         """Return how many sequences have this label; `resolve` takes it only of one."""
@@ -866,9 +885,12 @@ class PrefixStore:
         entry = next((entry for entry in self.ls().texts if entry.key in keys), None)
         if entry is None:
             self._with_retry(lambda: self._sequences.find_complete(ids, model, dtype))  # which says how much is missing
+            reason = "a longer one goes on from it"
+            texts = self._with_retry(lambda: list(self._backend.iter_texts()))
+            if not any(np.array_equal(text.ids[: ids.size], ids) for text in texts if text.namespace.model == model):
+                reason = "it is damaged, or a longer one that goes on from it (kvmnn store verify)"
             raise KvmnnError(
-                f"{self._backend.label}: this text of {ids.size:,} tokens is stored, but not listed: a longer one goes "
-                "on from it"
+                f"{self._backend.label}: this text of {ids.size:,} tokens is stored, but not listed: {reason}"
             )
         if not entry.is_lossy:
             return entry

@@ -332,6 +332,33 @@ def test_store_verify_dry_run_removes_no_damage(here: Path, run) -> None:
     assert "says nothing to store ls" in run("store", "ls", "S", "--dry-run", code=2).err
 
 
+def test_store_actions_with_the_label_of_a_damaged_text(here: Path, run) -> None:
+    """Its last unit has a block and more, so that the index does not say what is left."""
+    put = ("store", "put", "S", "kv.npz", "--token-ids", "ids.json", "--fingerprint", "m", "--label")
+    for tokens, label in ((64, "head"), (148, "a")):
+        ids = [*range(100, 100 + tokens)]
+        np.savez("kv.npz", **arrays(ids))
+        Path("ids.json").write_text(json.dumps(ids))
+        run(*put, label)
+    run("store", "pin", "S", "a")
+    _, file = sorted(Path("S/units").glob("*/*.unit"))
+    file.unlink()
+    assert "(damaged: store verify)" in run("store", "ls", "S").out
+    for action in (("stat", "S", "a"), ("export", "S", "a", "-o", "x")):
+        shown = run("store", *action, code=1).err
+        assert "'a': its text is damaged: 64 of 148 tokens are left (kvmnn store verify): " in shown
+        assert "its file is gone" in shown
+    run(*put, "a")
+    _, file = sorted(Path("S/units").glob("*/*.unit"))
+    file.write_bytes(b"damaged")
+    got = run("store", "get", "S", "a", "-o", "o.npz")
+    assert "64 of 148 tokens" in got.out and "damaged, was removed" in got.err
+    shown = run("store", "stat", "S", "a", code=1).err
+    assert "'a': its text is damaged, or was evicted: 64 of 148 tokens are left (kvmnn store verify)" in shown
+    assert run("store", "match", "S", "a").out.strip() == "64"
+    assert "unpinned" in run("store", "unpin", "S", "a").out
+
+
 def test_store_verify_of_read_only_store(here: Path, run, monkeypatch: pytest.MonkeyPatch) -> None:
     run("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m")
     monkeypatch.setattr("kvmnn.cli.commands.store.os.access", lambda *_: False)

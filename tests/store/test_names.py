@@ -13,6 +13,8 @@ from prefixes import MODEL, layers_of
 from kvmnn import KvmnnError
 from kvmnn.store import PrefixStore
 from kvmnn.store.directory.backend import DirectoryBackend
+from kvmnn.store.remote.backend import MemoryCache
+from kvmnn.store.remote.records import make_unit_name
 
 pytest.importorskip("fsspec")
 
@@ -113,11 +115,42 @@ def test_evicted_text_has_no_label(store: PrefixStore) -> None:
     else:
         backend.delete_records([record for record in backend.list_valid_records() if 5 in record.ids[-3:]])
     assert 64 <= store.match(CHAT, model=MODEL) < len(CHAT)
-    with pytest.raises(KvmnnError, match="no text"):
+    with pytest.raises(KvmnnError, match=r"'chat': its text is damaged, or was evicted: \d\d of 73 tokens are left"):
         store.resolve("chat")
     assert (store.count_labelled("chat"), store.resolve("longer").ids.tolist()) == (0, longer)
     store.gc()
     assert len(store._backend.list_label_keys()) == 1
+
+
+def test_label_of_a_damaged_text_names_what_is_left(store: PrefixStore) -> None:
+    for ids, label in ((SYSTEM[:64], None), (CHAT, "a")):
+        store.put(ids, layers_of(ids), model=MODEL, label=label)
+    store.put([1, 2], layers_of([1, 2]), model=MODEL, label="b")
+    handle = store.resolve("a").key.hex()[:6]
+    store.pin(CHAT, model=MODEL)
+    backend = store._backend
+    if isinstance(backend, DirectoryBackend):
+        for unit in (2, 3):
+            backend.files.make_path(unit).unlink()
+    else:
+        lost = [record for record in backend.list_valid_records() if record.start == 64 or record.ids.size == 2]
+        backend.key_values.delete([make_unit_name(record.unit) for record in lost])
+        backend._memory_cache = MemoryCache(0)
+    with pytest.raises(KvmnnError, match=r"stored, but not listed: it is damaged|64 tokens of this text of 73"):
+        store.describe(CHAT, model=MODEL)
+    assert [store.get(ids, model=MODEL).tokens for ids in (CHAT, [1, 2])] == [64, 0]
+    for name in ("a", handle):
+        with pytest.raises(
+            KvmnnError, match=f"'{name}': its text is damaged, or was evicted: 64 of 73 tokens are left"
+        ):
+            store.resolve(name)
+        assert store.resolve(name, partial=True).ids.tolist() == CHAT
+    for options in ({}, {"partial": True}):
+        with pytest.raises(KvmnnError, match="'b': its text is damaged, or was evicted: 0 of 2 tokens are left"):
+            store.resolve("b", **options)
+    assert store.unpin(store.resolve("a", partial=True).ids, model=MODEL).was_pinned
+    store.put(CHAT, layers_of(CHAT), model=MODEL)
+    assert store.resolve("a").ids.tolist() == CHAT
 
 
 @pytest.mark.parametrize("engine", ["directory", "redis"])

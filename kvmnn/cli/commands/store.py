@@ -707,6 +707,8 @@ _SPEC_BY_ACTION = {
 _ALL_OPTIONS = tuple(dict.fromkeys(name for action in _SPEC_BY_ACTION.values() for name in action.options))
 _CREATING_ACTIONS = ("put", "import")
 _READ_ONLY_ACTIONS = ("match", "ls", "stat", "serve-metrics", "export")
+_PART_ACTIONS = ("get", "match", "unpin")
+"""Actions for a text of which only a beginning is left, too."""
 _READ_IF_POSSIBLE_ACTIONS = ("get", "verify")
 """Actions that write to a store only if it is writable: they record uses, and remove damaged units."""
 
@@ -989,7 +991,8 @@ def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
         with open_store(read_only=read_only) as store:
             try:
                 if takes_reference and arguments.inputs:
-                    arguments.resolved = store.resolve(arguments.inputs[0])
+                    takes_part = arguments.action in _PART_ACTIONS
+                    arguments.resolved = store.resolve(arguments.inputs[0], partial=takes_part)
                     dtype = arguments.resolved.namespace.dtype
                     if arguments.dtype not in (None, dtype):
                         raise UsageError(

@@ -524,7 +524,7 @@ def draw(record: dict[str, Any]) -> bytes:
     for row in record["rows"][1:]:
         codec = row.get("codec")
         if codec:
-            name, text = "quantised", codec.partition(":")[0].replace("kivi", "KIVI, 4 bits")
+            name, text = "quantised", codec.replace("parts=keys", "").replace("when=prompt", "").rstrip(":,")
             text += ", K alone" if "parts=keys" in codec else ""
         else:
             name, text = row["policy"], str(row["budget"])

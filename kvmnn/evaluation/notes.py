@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 from .._util.text import LOSSY, pluralize
 from ..lm.documents import Document
 from ..lm.kv_store import describe_encoding
 from ..policies.heavy_hitter import H2OTokens
+from ..policies.profiled import ProfiledPolicy
 from ..policies.registry import get_policy_class
 from ..policies.specs import build_policy
-from ..profiles import Profile, describe_few_tokens
+from ..profiles import Profile, ProfileInfo, describe_few_tokens
 from ..quantization import create_codec
 from ..quantization.transform_codec import TransformCodec
 from ..reports.records import NOT_CUT, UNCUT_LABEL, ResultRow
 from ..reports.table import NO_EVICTION_MARK, PARTLY_EVICTED_MARK
 from ..reports.tables import format_min_max
-from ..transform.steps import DEFAULT_KL, is_size_missed
+from ..transform.steps import is_size_missed
 from .oracle import describe_headroom
 from .scoring import MIN_DOCUMENTS_FOR_INTERVAL
 from .settings import FULL_POLICY, EvaluationSettings
@@ -36,11 +38,11 @@ def build_notes(
     yield from _describe_no_eviction(rows, documents, settings)
     yield from _describe_late_eviction(rows, documents, settings)
     yield from _describe_unequal_layers(rows)
-    idle_codecs = [row.label for row in rows if row.codec is not None and row.divergence and not row.cut_divergence]
-    if idle_codecs:
+    unseen_codecs = [row.label for row in rows if row.codec is not None and row.divergence and not row.cut_divergence]
+    if unseen_codecs:
         yield (
-            f"No scored token saw a quantised cache: {'; '.join(idle_codecs)}: quality is that of the full cache and "
-            "says nothing of the codec."
+            f"Marked {NO_EVICTION_MARK}, as no scored token saw a quantised cache: {'; '.join(unseen_codecs)}: quality "
+            "is that of the full cache and says nothing of the codec."
         )
     yield from _describe_few_quantized(rows)
     if any(row.codec is not None for row in rows):
@@ -51,7 +53,7 @@ def build_notes(
             "cache mean and peak are -, as the numbers are held dequantized here."
         )
     yield from _describe_prompt_codecs(rows, documents, settings)
-    yield from _describe_profiles(rows)
+    yield from _describe_profiles(rows, documents, settings)
     yield from _describe_target_divergences(rows)
     yield from _describe_target_divergences_behind_policies(rows)
     yield from _describe_missed_sizes(rows)
@@ -204,17 +206,48 @@ def _describe_lost_neighbours(rows: Sequence[ResultRow], settings: EvaluationSet
         )
 
 
-def _describe_profiles(rows: Sequence[ResultRow]) -> Iterator[str]:
-    """Say what profiles take, which no row counts, and where they are made of few tokens."""
+def _describe_profiles(
+    rows: Sequence[ResultRow], documents: Sequence[Document], settings: EvaluationSettings
+) -> Iterator[str]:
+    """Describe what the profiles of codecs take, which no row counts, and of what profiles are made."""
     codecs = (create_codec(spec) for spec in dict.fromkeys(row.codec for row in rows if row.codec is not None))
-    for path in dict.fromkeys(codec.profile for codec in codecs if isinstance(codec, TransformCodec)):
+    codec_paths = [codec.profile for codec in codecs if isinstance(codec, TransformCodec)]
+    policies = (build_policy(row.policy, row.options) for row in rows if "profile" in row.options)
+    policy_paths = [policy.profile for policy in policies if isinstance(policy, ProfiledPolicy)]
+    runtime_profile = None if settings.runtime_config is None else settings.runtime_config.profile
+    runtime_paths = [runtime_profile] if isinstance(runtime_profile, str) else []
+    for path in dict.fromkeys([*codec_paths, *policy_paths, *runtime_paths]):
         if not os.path.isfile(path):  # all was measured before, with --resume
             continue
-        profile = Profile.read(path)
-        yield (
-            f"{os.path.basename(path)} has {profile.nbytes:,} bytes, once for all texts of the model, which no row "
-            f"counts{'; '.join(['', *describe_few_tokens(profile.info)])}."
-        )
+        profile, name = Profile.read(path), os.path.basename(path)
+        if path in codec_paths:
+            yield (
+                f"{name} has {profile.nbytes:,} bytes, once for all texts of the model, which no row counts"
+                f"{'; '.join(['', *describe_few_tokens(profile.info)])}."
+            )
+        yield from _describe_calibration_texts(name, profile.info, documents)
+
+
+def _describe_calibration_texts(name: str, info: ProfileInfo, documents: Sequence[Document]) -> Iterator[str]:
+    """Warn of texts that a profile was made of: by SHA-256, or by name where the profile records none."""
+    digests = {text.sha256 for text in info.texts}
+    cache_names = {Path(text.name).stem for text in info.texts if text.sha256 is None}
+    effect_text = "KL and sizes of its rows are better than on texts that it has not seen."
+    for prefix, suffix, names in (
+        (
+            f"{name} was made of texts that are scored here, by their SHA-256",
+            effect_text,
+            [document.name for document in documents if document.sha256 in digests],
+        ),
+        (
+            f"{name} was made of caches that have the names of texts scored here (it records no SHA-256)",
+            f"If they are of these texts, {effect_text}",
+            [document.name for document in documents if Path(document.name).stem in cache_names],
+        ),
+    ):
+        if names:
+            more = f" and {len(names) - _MAX_NAMED_TEXTS:,} more" if len(names) > _MAX_NAMED_TEXTS else ""
+            yield f"{prefix}: {', '.join(names[:_MAX_NAMED_TEXTS])}{more}. {suffix}"
 
 
 def _describe_target_divergences(rows: Sequence[ResultRow]) -> Iterator[str]:
@@ -235,14 +268,15 @@ def _describe_target_divergences_behind_policies(rows: Sequence[ResultRow]) -> I
     labels_by_target: dict[float, list[str]] = {}
     for row in rows:
         codec = create_codec(row.codec) if row.codec is not None and row.policy != FULL_POLICY else None
-        if not isinstance(codec, TransformCodec) or codec.has_size or row.cut_divergence is None:
+        target = codec.target_kl if isinstance(codec, TransformCodec) else None
+        if target is None or row.cut_divergence is None:
             continue
         uncoded = plain.get(_get_policy_key(row))
         without = (
             "" if uncoded is None or uncoded.cut_divergence is None else f" ({uncoded.cut_divergence.kl:.2g} without)"
         )
         label = f"{row.label} {row.cut_divergence.kl:.2g}{without}"
-        labels_by_target.setdefault(codec.kl or DEFAULT_KL, []).append(label)
+        labels_by_target.setdefault(target, []).append(label)
     for target, labels in labels_by_target.items():
         advice = "" if all(label.endswith("without)") for label in labels) else " (--quant none adds rows without it)"
         yield (
@@ -306,7 +340,7 @@ def _describe_few_quantized(rows: Sequence[ResultRow]) -> Iterator[str]:
         for row in rows
         if row.quantized_share is not None and row.policy != FULL_POLICY and row.quantized_share < _MIN_QUANTIZED_SHARE
     ]
-    has_idle_codec = any(row.has_idle_codec for row in rows)
+    has_idle_codec = any(row.has_idle_codec for row in rows if row.policy != FULL_POLICY)
     if shares:
         yield (
             f"Little of what was kept at the end is quantised: {'; '.join(shares)}. The rest is stored and counted as "

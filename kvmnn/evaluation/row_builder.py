@@ -10,7 +10,7 @@ from .. import dtypes
 from .._util.text import LOSSLESS, LOSSY
 from ..lm.documents import Document
 from ..policies.h2o.planner import merge_stats
-from ..quantization import create_codec
+from ..quantization import CacheCodec, create_codec
 from ..quantization.transform_codec import TransformCodec
 from ..reports.records import (
     DivergenceStats,
@@ -22,7 +22,6 @@ from ..reports.records import (
     TargetDivergence,
     merge_runtime_stats,
 )
-from ..transform.steps import DEFAULT_KL
 from .divergence import summarize_divergence
 from .records import LossSums, ProjectCell, RefusedCell, ScoreCell, TimingCell
 from .scoring import CONFIDENCE_LEVEL, compute_paired_interval, compute_perplexity, summarize
@@ -57,6 +56,8 @@ def build_row(
     seconds = sum(cell.seconds for cell in cells)
     timing = configuration_cells.timing_cell if isinstance(configuration_cells.timing_cell, TimingCell) else None
     frames = [cell.frames for cell in cells]
+    codec = None if configuration.codec is None else create_codec(configuration.codec)
+    cut_divergence = _add_interval(_summarize_after_cut, cells, settings.seed)
     full_bytes = sum(frame.full_bytes for frame in frames)
     kept_bytes, frame_bytes = sum(frame.kept_bytes for frame in frames), sum(frame.frame_bytes for frame in frames)
     return ResultRow(
@@ -67,10 +68,11 @@ def build_row(
         keep_ratio=options.get("keep_ratio"),
         preset=configuration.preset,
         codec=configuration.codec,
+        codec_options=None if codec is None else codec.to_options(),
         positions=configuration.positions,
         kind=LOSSY
         if any(_has_evicted(cell) for cell in cells)
-        or configuration.codec is not None
+        or (codec is not None and any(frame.quantized_elements for frame in frames))
         or _is_rounded_by_runtime(cells, settings)
         or (start and not _is_bit_exact(full_cells))
         else LOSSLESS,
@@ -83,10 +85,12 @@ def build_row(
         versus_full=_compute_difference(cells, full_cells, settings.seed)
         if configuration.policy != FULL_POLICY or configuration.codec is not None or start
         else None,
-        divergence=summarize_divergence([cell.divergence for cell in cells]),
-        deep_divergence=summarize_divergence([cell.divergence for cell in cells], deep=True),
-        cut_divergence=_summarize_after_cut(cells),
-        target_divergence=None if start else _compare_with_target(configuration, cells, settings.seed),
+        divergence=_add_interval(_summarize_all, cells, settings.seed),
+        deep_divergence=_add_interval(_summarize_tails, cells, settings.seed),
+        cut_divergence=cut_divergence,
+        target_divergence=None
+        if start or configuration.policy != FULL_POLICY  # which diverge by themselves
+        else _compare_with_target(codec, cut_divergence),
         prompt_only=configuration.policy != FULL_POLICY and configuration.create_policy().is_prompt_only,
         seconds=seconds,
         model_seconds=sum(cell.model_seconds for cell in cells),
@@ -233,8 +237,8 @@ def _build_document_row(cell: ScoreCell, document: Document) -> DocumentRow:
         cache_bytes_peak=cell.cache_bytes_peak,
         frames=cell.frames,
         stored_tokens=cell.stored_tokens,
-        divergence=summarize_divergence([cell.divergence]),
-        deep_divergence=summarize_divergence([cell.divergence], deep=True),
+        divergence=_summarize_all([cell]),
+        deep_divergence=_summarize_tails([cell]),
         cut_divergence=_summarize_after_cut([cell]),
         evicted=_has_scored_after_eviction([cell]),
         h2o=cell.h2o,
@@ -242,25 +246,39 @@ def _build_document_row(cell: ScoreCell, document: Document) -> DocumentRow:
     )
 
 
+def _summarize_all(cells: Sequence[ScoreCell]) -> DivergenceStats | None:
+    return summarize_divergence([cell.divergence for cell in cells])
+
+
+def _summarize_tails(cells: Sequence[ScoreCell]) -> DivergenceStats | None:
+    return summarize_divergence([cell.divergence for cell in cells], deep=True)
+
+
 def _summarize_after_cut(cells: Sequence[ScoreCell]) -> DivergenceStats | None:
     """Summarize the tokens that were scored with a cache that is not the one that the model computed."""
     return summarize_divergence([cell.divergence for cell in cells], num_last=[cell.lossy_tokens for cell in cells])
 
 
-def _compare_with_target(
-    configuration: Configuration, cells: Sequence[ScoreCell], seed: int
-) -> TargetDivergence | None:
-    """Compare the measured divergence with the codec's `kl`; None behind a policy, which diverges by itself."""
-    codec = None if configuration.codec is None else create_codec(configuration.codec)
-    if configuration.policy != FULL_POLICY or not isinstance(codec, TransformCodec) or codec.has_size:
+def _add_interval(
+    summarize_cells: Callable[[Sequence[ScoreCell]], DivergenceStats | None], cells: Sequence[ScoreCell], seed: int
+) -> DivergenceStats | None:
+    """Summarize the divergence of all documents, with the bootstrap interval of its mean."""
+    stats = summarize_cells(cells)
+    if stats is None:
         return None
-    document_stats = [stats for cell in cells if (stats := _summarize_after_cut([cell])) is not None]
-    if not document_stats:
-        return None
-    measured, low, high = compute_paired_interval(
-        [stats.kl for stats in document_stats], [stats.tokens for stats in document_stats], seed=seed
+    document_stats = [entry for cell in cells if (entry := summarize_cells([cell])) is not None]
+    _, low, high = compute_paired_interval(
+        [entry.kl for entry in document_stats], [entry.tokens for entry in document_stats], seed=seed
     )
-    return TargetDivergence(target=codec.kl or DEFAULT_KL, measured=measured, low=low, high=high)
+    return replace(stats, kl_low=low, kl_high=high)
+
+
+def _compare_with_target(codec: CacheCodec | None, stats: DivergenceStats | None) -> TargetDivergence | None:
+    """Compare the divergence after the cut with the one that the codec was asked for, if it was."""
+    target = codec.target_kl if isinstance(codec, TransformCodec) else None
+    if target is None or stats is None:
+        return None
+    return TargetDivergence(target=target, measured=stats.kl, low=stats.kl_low, high=stats.kl_high)
 
 
 def _sum_losses(sums: Sequence[LossSums]) -> LossSums:

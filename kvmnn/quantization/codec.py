@@ -12,9 +12,10 @@ To add a codec: a frozen dataclass derived from `CacheCodec` whose fields are th
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -123,10 +124,18 @@ class CacheCodec(ABC):
         """The spec of the codec: its name and the options that differ from their defaults."""
         options = [
             f"{entry.name}={getattr(self, entry.name)}"
-            for entry in sorted(fields(self), key=lambda entry: entry.name in ("recent", "when"))
+            for entry in self._list_fields()
             if getattr(self, entry.name) != entry.default
         ]
         return ":".join([self.name, *([",".join(options)] if options else [])])
+
+    def to_options(self) -> dict[str, Any]:
+        """Return all options of the spec as JSON values, those at their defaults included."""
+        return {entry.name: getattr(self, entry.name) for entry in self._list_fields()}
+
+    def _list_fields(self) -> list[dataclasses.Field[Any]]:
+        """List the options of a codec's own before those of all codecs."""
+        return sorted(dataclasses.fields(self), key=lambda entry: entry.name in ("recent", "when"))
 
     @property
     def label(self) -> str:

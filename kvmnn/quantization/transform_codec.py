@@ -16,6 +16,7 @@ from ..dtypes import Floats, Part
 from ..errors import KvmnnError
 from ..profiles import Profile
 from ..transform import TransformOptions, encode_layer, get_tables, plan_steps, split_heads
+from ..transform.steps import DEFAULT_KL
 from .codec import CacheCodec, CacheShape, Field, FieldSizes, QuantizedRows, TextCoder
 
 _NUM_EXACT_TOKENS = 4
@@ -118,6 +119,14 @@ class TransformCodec(CacheCodec):
     def has_size(self) -> bool:
         """Return whether a size is specified, and not a loss."""
         return self.ratio is not None or self.bits is not None
+
+    @property
+    def target_kl(self) -> float | None:
+        """The divergence in nats that is asked for; None where a size is."""
+        return None if self.has_size else DEFAULT_KL if self.kl is None else self.kl
+
+    def to_options(self) -> dict[str, Any]:
+        return super().to_options() | {"kl": self.target_kl}
 
     def build_options(self, first: int, is_per_head: bool = False) -> TransformOptions:
         """Return the options of streams whose first tokens are stored exactly."""

@@ -171,6 +171,9 @@ class DivergenceStats(Record):
     #: Kullback-Leibler divergence from the full cache in nats, a lower bound: mean and 99th percentile over tokens.
     kl: float
     kl_p99: float
+    #: Bounds of the mean's 95 % interval by a bootstrap over documents; None with a single one.
+    kl_low: float | None = field(default=None, metadata={"omit": True})
+    kl_high: float | None = field(default=None, metadata={"omit": True})
     #: Share of tokens at which both find the same token most probable.
     agreement: float
 
@@ -300,9 +303,11 @@ class ResultRow(Record):
     preset: str | None = None
     #: Spec of the lossy codec that holds the cache, if there is one (`kvmnn.quantization`).
     codec: str | None = field(default=None, metadata={"omit": True})
+    #: All options of the codec, those at their defaults included, which its spec leaves out.
+    codec_options: Mapping[str, object] | None = field(default=None, metadata={"omit": True})
     positions: Literal["true", "stored"] = "true"
     #: ``"LOSSY"`` if anything was evicted or quantised, else ``"LOSSLESS"``; ``"not cut"`` if that is so because a
-    #: policy evicted nothing.
+    #: policy evicted, or a codec quantised, nothing.
     kind: str | None = None
     #: See `QualityStats`; `deep` is over the tokens from position ``settings.deep_from`` on.
     tokens: int | None = None
@@ -374,7 +379,7 @@ class ResultRow(Record):
     documents: tuple[DocumentRow, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.kind == LOSSLESS and self.has_no_eviction:
+        if self.kind == LOSSLESS and self.is_untried:
             object.__setattr__(self, "kind", NOT_CUT)
 
     @property
@@ -399,17 +404,23 @@ class ResultRow(Record):
 
     @property
     def has_idle_codec(self) -> bool:
-        """Return whether the codec behind a policy quantised nothing of what was kept at the end.
+        """Return whether the codec quantised nothing of what was kept at the end.
 
-        Such a row takes the bytes of the policy alone.
+        Such a row takes the bytes of the policy alone, or of the full cache.
         """
-        return self.codec is not None and self.policy != FullCache.name and self.quantized_share == 0
+        return self.codec is not None and self.quantized_share == 0
+
+    @property
+    def has_late_codec(self) -> bool:
+        """Return whether the codec quantised something, but only after the last token was scored."""
+        is_compared = self.divergence is not None and self.cut_divergence is None
+        return self.codec is not None and is_compared and not self.has_idle_codec
 
     @property
     @json_key("untried", after="evicted")
     def is_untried(self) -> bool:
         """Return whether the policy or the codec of the row did nothing: it is marked, and never the best."""
-        return self.has_no_eviction or self.has_idle_codec
+        return self.has_no_eviction or self.has_idle_codec or self.has_late_codec
 
     @property
     def num_uncut_documents(self) -> int:

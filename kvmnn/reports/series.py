@@ -80,6 +80,7 @@ def describe_untried(rows: Sequence[ResultRow]) -> str:
     texts = [
         *(["evicted nothing in these texts"] if any(row.has_no_eviction for row in rows) else []),
         *(["quantised nothing of what was kept"] if any(row.has_idle_codec for row in rows) else []),
+        *(["quantised nothing before the last token was scored"] if any(row.has_late_codec for row in rows) else []),
     ]
     return " or ".join(texts)
 

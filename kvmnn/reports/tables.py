@@ -89,7 +89,7 @@ def _make_difference_column(
 
 
 def _make_divergence_column(
-    heading: str, format_divergence: Callable[[DivergenceStats], str], drop_rank: int
+    heading: str, format_divergence: Callable[[DivergenceStats], str | None], drop_rank: int
 ) -> Column:
     def format_cell(pair: _RowAndFull) -> str | None:
         return None if pair[0].cut_divergence is None else format_divergence(pair[0].cut_divergence)
@@ -97,8 +97,13 @@ def _make_divergence_column(
     return Column(heading, format_cell, drop_rank)
 
 
+def _format_divergence_interval(divergence: DivergenceStats) -> str | None:
+    low, high = divergence.kl_low, divergence.kl_high
+    return None if low is None or high is None else f"[{low:.5f}, {high:.5f}]"
+
+
 def _format_kind(pair: _RowAndFull) -> str | None:
-    """Format whether the cache is that of the model; a policy that evicted nothing was not tried at all."""
+    """Format whether the cache is that of the model; a policy or codec that did nothing was not tried at all."""
     return pair[0].kind
 
 
@@ -151,6 +156,7 @@ COLUMNS = (
         "deep dNLL (nats) [95 %]", lambda versus: (versus.deep_nll, versus.deep_low, versus.deep_high), 18
     ),
     _make_divergence_column("KL after cut (nats)", lambda divergence: f"{divergence.kl:.5f}", 1),
+    _make_divergence_column("KL after cut [95 %]", _format_divergence_interval, 7),
     _make_divergence_column("p99 after cut (nats)", lambda divergence: f"{divergence.kl_p99:.4f}", 6),
     _make_divergence_column("same top-1 after cut (%)", lambda divergence: f"{100 * divergence.agreement:.2f}", 4),
     _make_divergence_column("scored after cut", lambda divergence: f"{divergence.tokens:,}", 3),
@@ -179,6 +185,7 @@ COLUMNS = (
     ),
     _make_number_column("process peak (MiB)", lambda row: row.process_peak_bytes, ".0f", 21, 1 / _BYTES_PER_MIB),
     _make_number_column("bytes/token", lambda row: row.bytes_per_token, ",.0f", 2),
+    _make_number_column("bits/element", lambda row: row.quantized_bits, ".2f", 7),
     _make_number_column("LOSSY ratio", lambda row: row.lossy_ratio, ".3f", 1),
     _make_number_column("LOSSLESS ratio", lambda row: row.lossless_ratio, ".4f", 16),
     _make_number_column("product", lambda row: row.ratio, ".3f", 4),
@@ -336,7 +343,11 @@ def _format_untried_note(rows: Sequence[ResultRow]) -> str:
     """Format the explanation of marked numbers; empty without any."""
     subjects = [
         *(["of policies that evicted nothing"] if any(row.has_no_eviction for row in rows) else []),
-        *(["of codecs that quantised nothing"] if any(row.has_idle_codec for row in rows) else []),
+        *(
+            ["of codecs that quantised nothing"]
+            if any(row.has_idle_codec or row.has_late_codec for row in rows)
+            else []
+        ),
     ]
     if not subjects:
         return ""
@@ -581,12 +592,14 @@ def _iter_explanations(rows: Sequence[ResultRow], model: ModelInfo) -> Iterator[
             f"bootstrap over the {num_documents[0]:,} documents."
         )
     if any(row.divergence is not None for row in rows):
+        has_interval = any(row.cut_divergence is not None and row.cut_divergence.kl_low is not None for row in rows)
+        interval_text = " [95 %]: the interval by a bootstrap over the documents." if has_interval else ""
         yield (
             "KL: divergence of the next-token distribution from that of the full cache, mean over tokens (p99: the "
             "percentile); a lower bound, as words of less than 0.0004 % count together. Same top-1: tokens at which "
             "both find the same word most probable. After cut: over the tokens that were scored with an evicted, "
             "quantised or loaded cache, as many as the column says; KL of all: over all scored tokens, 0 before the "
-            "cut, so that late cuts look better there."
+            f"cut, so that late cuts look better there.{interval_text}"
         )
     if not all(row.is_full for row in rows):
         yield "Change: relative to the full cache."
@@ -605,6 +618,8 @@ def _iter_explanations(rows: Sequence[ResultRow], model: ModelInfo) -> Iterator[
                 "tokens alone: of these layers only such tokens count in bytes and ratios, of the full cache as well"
                 f"{runtime_text}."
             )
+    if any(row.quantized_bits is not None for row in rows):
+        yield "Bits/element: of the elements that the codec quantised, scales included."
     if collect_runtime_stats(rows):
         yield f"{RUNTIME_COLUMNS_NOTE} Its bytes are of K and V in {model.cache_dtype}, the model's type."
     if any(row.rounded_first for row in rows):

@@ -194,6 +194,12 @@ def test_evaluate_divergence_equals_numpy_over_all_logits(model: Path) -> None:
     assert row.cut_divergence is not None and row.cut_divergence.tokens == len(cut) == 140
     assert row.cut_divergence.kl == pytest.approx(cut.mean(), rel=1e-5) and row.cut_divergence.kl > row.divergence.kl
     assert row.cut_divergence.agreement == np.concatenate([part[20:] for part in equal]).mean()
+    low, high = sorted(part[20:].mean() for part in complete)  # the bootstrap of two texts has their range
+    assert (row.cut_divergence.kl_low, row.cut_divergence.kl_high) == pytest.approx((low, high), rel=1e-5)
+    assert "kl_low" not in row.documents[1].to_dict()["cut_divergence"]
+    (line,) = (line for line in result.format_table().splitlines() if line.startswith("| streaming 16 |"))
+    assert f"| {row.cut_divergence.kl:.5f} | [{low:.5f}, {high:.5f}] |" in line
+    assert {"cut_divergence.kl_low", "divergence.kl_high"} <= set(result.to_csv().splitlines()[0].split(","))
     assert "KL after cut (nats)" in result.format_table(120) and "same top-1 after cut" in result.to_text("latex")
     assert "divergence.kl_p99" in result.to_csv().splitlines()[0]
 
@@ -228,7 +234,12 @@ def test_evaluate_rows_without_a_loss_have_no_divergence_after_it(model: Path) -
     table = result.format_table()
     assert "| streaming 16 (*) |" in table and f"| {late} * |" in table and "| 200 (prompt) |" in table
     assert "Marked (*), as nothing was evicted of text 3 before the last token was scored" in table
-    assert f"No scored token saw a quantised cache: {later}; {late} + {later}: quality" in table
+    assert f"Marked *, as no scored token saw a quantised cache: {later}; {late} + {later}: quality" in table
+    kinds = {label: row.kind for label, row in rows.items()}
+    assert (kinds[later], kinds[late], kinds[f"{late} + {later}"], kinds[f"{late} + {QUANT}"]) == (
+        *("not cut", "not cut", "not cut", "LOSSY"),
+    )
+    assert f"| {later} * | not cut |" in table and rows[later].is_untried and rows[later].to_dict()["untried"]
     assert rows[f"streaming 16 + {later}"].quantized_share == 0 and rows["streaming 16"].quantized_share is None
     few = f"Little of what was kept at the end is quantised: streaming 16 + {later} (0%); {late} + {later} (0%)."
     assert few in table

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
+import io
 from pathlib import Path
 
 import numpy as np
@@ -232,6 +234,27 @@ def test_evaluate_codecs_alone_and_with_policies() -> None:
     assert q8.coded_bits is not None and q8.coded_bits < 8.5
     assert cut.codec is None and "codec" not in cut.to_dict()
     assert any(note.startswith("Codecs: ") for note in result.notes)
+
+
+def test_evaluate_codec_has_all_options_and_bits() -> None:
+    """A label leaves out the options at their defaults, of which the bits of a paper's row are."""
+    text = FIXTURES / "lm" / "texts" / "calendar.py.txt"
+    settings = EvaluationSettings(tokens=64, chunk=16, timing=False)
+    codecs = ["kivi:k=4,v=4,group=32,recent=32", "kivi:group=64,recent=0"]
+    result = evaluate(FIXTURES / "lm", text, codecs=codecs, settings=settings, jobs=0)
+    full, small, large = result.rows
+    assert [row.label for row in result.rows] == ["full", "kivi:recent=32", "kivi:group=64,recent=0"]
+    common = {"k": 4, "v": 4, "group": 32, "v_group": 0, "recent": 32, "when": "always"}
+    assert (full.codec_options, small.codec_options) == (None, common)
+    assert (small.quantized_bits, large.quantized_bits) == (5.0, 4.5)
+    assert small.to_dict()["codec_options"] == common and "codec_options" not in full.to_dict()
+    lines = list(csv.DictReader(io.StringIO(result.to_csv())))
+    options = {name: str(value) for name, value in common.items()}
+    assert options == {name: lines[2][f"codec_options.{name}"] for name in common}
+    table = result.format_table()
+    headings, _, *rows = (line.split(" | ") for line in table.split("\n")[:5])
+    assert [cells[headings.index("bits/element")] for cells in rows] == ["-", "5.00", "4.50"]
+    assert "bits/element" in result.to_text("latex")
 
 
 def test_evaluate_keys_alone_counts_values_as_fp16() -> None:

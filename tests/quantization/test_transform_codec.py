@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from kvmnn.evaluation import evaluate
 from kvmnn.evaluation.settings import EvaluationSettings
 from kvmnn.formats.layer_streams.codecs import CacheEncoder, LayerStreamOptions
 from kvmnn.lm import dump_kv
-from kvmnn.profiles import Profile
+from kvmnn.profiles import Profile, TextOrigin
 from kvmnn.quantization import CacheShape, create_codec
 from kvmnn.transform import TransformOptions, decode_layer, encode_layer, get_tables, plan_steps, split_heads
 
@@ -258,6 +259,38 @@ def test_transform_codec_refuses_what_it_cannot_code(profile: Path) -> None:
     coder = codec.start_text(CacheShape(6, 4, 64))
     with pytest.raises(KvmnnError, match="beyond fp16"):
         coder.quantize(0, "key", np.full((4, 5, 64), 1e6, np.float32), np.arange(5))
+
+
+def test_evaluation_notes_texts_that_the_profile_was_made_of(profile: Path, tmp_path: Path) -> None:
+    """Of a cache by its name alone; of texts by what is in them, whatever their name."""
+    copy, other = tmp_path / "kv.txt", tmp_path / "other.txt"
+    copy.write_text(TEXTS[0].read_text())
+    other.write_text(TEXTS[1].read_text())
+    made = Profile.read(profile)
+    origin = TextOrigin(name="kv.txt", sha256=hashlib.sha256(other.read_bytes()).hexdigest(), tokens=400)
+    Profile(replace(made.info, texts=(origin,)), made.arrays).write(tmp_path / "texts.kvmp")
+    settings = EvaluationSettings(tokens=24, chunk=8, timing=False)
+    result = evaluate(
+        FIXTURES / "lm",
+        [copy, other],
+        codecs=[f"transform:{path},ratio=4" for path in (profile, tmp_path / "texts.kvmp")],
+        settings=settings,
+        jobs=0,
+    )
+    effect = "KL and sizes of its rows are better than on texts that it has not seen."
+    assert [note for note in result.notes if "made of texts" in note or "made of caches" in note] == [
+        "p.kvmp was made of caches that have the names of texts scored here (it records no SHA-256): kv.txt. If they "
+        f"are of these texts, {effect}",
+        f"texts.kvmp was made of texts that are scored here, by their SHA-256: other.txt. {effect}",
+    ]
+
+
+def test_transform_codec_options_are_those_that_are_in_effect(profile: Path) -> None:
+    options = [create_codec(f"transform:{profile}{size}").to_options() for size in ("", ",bits=2")]  # type: ignore[union-attr]
+    assert [(entry["kl"], entry["bits"], entry["block"], entry["when"]) for entry in options] == [
+        (0.002, None, 64, "always"),
+        (None, 2.0, 64, "always"),
+    ]
 
 
 @pytest.mark.slow

@@ -21,7 +21,8 @@ from kvmnn.reports.figures import (
     strategy_comparison,
 )
 from kvmnn.reports.page import make_report
-from kvmnn.reports.records import FullCacheDifference, Refusal, ResultRow
+from kvmnn.reports.records import DivergenceStats, FullCacheDifference, Refusal, ResultRow
+from kvmnn.reports.series import describe_untried
 from kvmnn.reports.tables import build_pivot_table
 
 FULL = {"kind": "LOSSLESS", "evicted": False}
@@ -75,6 +76,31 @@ def test_pivot_marks_rows_whose_codec_quantised_nothing(rows: list[ResultRow]) -
     text = tables.format_markdown(results([*rows, *idle]))
     assert "are of policies that evicted nothing or of codecs that quantised nothing, which are never the best" in text
     assert "| recent_only 64 + kivi * | LOSSY |" in text and "| streaming 64 + kivi | LOSSY |" in text
+
+
+def test_table_marks_codecs_that_quantised_nothing_without_a_policy() -> None:
+    """Their kind is that of policies that evicted nothing; what was quantised after the last token is LOSSY."""
+    divergence = DivergenceStats(tokens=100, kl=0.0, kl_p99=0.0, agreement=1.0)
+    full = row("full", "full", perplexity=10.0, accuracy=0.5, tokens=100, **FULL)
+    coded = [
+        replace(full, label=label, codec="kivi", quantized_share=share, kind=kind, divergence=divergence, **more)
+        for label, share, kind, more in (
+            ("idle", 0.0, "LOSSLESS", {}),
+            ("late", 0.5, "LOSSY", {}),
+            ("seen", 0.5, "LOSSY", {"cut_divergence": divergence}),
+        )
+    ]
+    found = results([full, *coded])
+    kinds = {line[0]: line[1] for line in tables.build_table(found).lines}
+    assert kinds == {"full": "LOSSLESS", "idle *": "not cut", "late *": "LOSSY", "seen": "LOSSY"}
+    lines = list(csv.DictReader(io.StringIO(found.to_csv())))
+    assert [(line["kind"], line["untried"]) for line in lines] == [
+        (each["kind"], str(each["untried"]).lower()) for each in found.to_dict()["rows"]
+    ]
+    assert [line["untried"] for line in lines] == ["false", "true", "true", "false"]
+    assert describe_untried(found.rows) == (
+        "quantised nothing of what was kept or quantised nothing before the last token was scored"
+    )
 
 
 def test_pivot_marks_older_results_by_their_kind() -> None:
@@ -165,10 +191,11 @@ def test_report_of_evaluation_compares_rows_of_unequal_bytes_fairly(rows: list[R
     sizes = {"streaming 64": 100.0, "recent_only 64": 150.0}
     unequal = [replace(entry, bytes_per_token=sizes.get(entry.label)) for entry in rows]
     text = make_report([saved(results(unequal), tmp_path / "e.json")]).to_markdown().replace("\\", "")
-    assert (
-        "64 tokens kept: of 2 rows of unequal bytes, no row of at most the same bytes beats streaming 64, perplexity "
-        "+20.00% at 100 bytes a token; recent_only 64, perplexity +10.00% at 150 bytes a token."
-    ) in text
+    assert [line for line in text.splitlines() if line.startswith("- 64 tokens kept")] == [  # a bullet for each row
+        "- 64 tokens kept: 2 of 2 rows are beaten by no row of at most the same bytes.",
+        "- 64 tokens kept, 100 bytes a token: streaming 64, perplexity +20.00%.",
+        "- 64 tokens kept, 150 bytes a token: recent_only 64, perplexity +10.00%.",
+    ]
 
 
 def test_report_of_evaluation_compares_rows_that_cut_the_prompt_apart(rows: list[ResultRow], tmp_path: Path) -> None:

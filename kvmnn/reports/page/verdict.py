@@ -70,14 +70,13 @@ def _iter_budget_costs(name: str, evaluation: EvaluationResult) -> Iterator[str]
                 best_of_text = "" if len(budget_rows) == 1 else f" is the best of {len(budget_rows):,}"
                 yield f"{subject}: {best_rows[0].label}{best_of_text}, perplexity {changes[0]}."
             else:
-                row_texts = [
-                    f"{row.label}, perplexity {change} at {to_float_or_nan(row.bytes_per_token):,.0f} bytes a token"
-                    for row, change in zip(best_rows, changes, strict=True)
-                ]
                 yield (
-                    f"{subject}: of {len(budget_rows):,} rows of unequal bytes, no row of at most the same bytes beats "
-                    f"{'; '.join(row_texts)}."
+                    f"{subject}: {len(best_rows):,} of {len(budget_rows):,} rows are beaten by no row of at most the "
+                    "same bytes."
                 )
+                for row, change in zip(best_rows, changes, strict=True):
+                    size = f"{to_float_or_nan(row.bytes_per_token):,.0f} bytes a token"
+                    yield f"{subject}, {size}: {row.label}, perplexity {change}."
     untried_rows = [row for row in policy_rows if row.is_untried]
     if untried_rows:
         subject = untried_rows[0].label if len(untried_rows) == 1 else pluralize(len(untried_rows), "configuration")

@@ -232,7 +232,7 @@ def _describe_calibration_texts(name: str, info: ProfileInfo, documents: Sequenc
     """Warn of texts that a profile was made of: by SHA-256, or by name where the profile records none."""
     digests = {text.sha256 for text in info.texts}
     cache_names = {Path(text.name).stem for text in info.texts if text.sha256 is None}
-    effect_text = "KL and sizes of its rows are better than on texts that it has not seen."
+    effect_text = "KL and sizes of its rows may be better than on texts that it has not seen."
     for prefix, suffix, names in (
         (
             f"{name} was made of texts that are scored here, by their SHA-256",

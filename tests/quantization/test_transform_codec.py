@@ -277,7 +277,7 @@ def test_evaluation_notes_texts_that_the_profile_was_made_of(profile: Path, tmp_
         settings=settings,
         jobs=0,
     )
-    effect = "KL and sizes of its rows are better than on texts that it has not seen."
+    effect = "KL and sizes of its rows may be better than on texts that it has not seen."
     assert [note for note in result.notes if "made of texts" in note or "made of caches" in note] == [
         "p.kvmp was made of caches that have the names of texts scored here (it records no SHA-256): kv.txt. If they "
         f"are of these texts, {effect}",

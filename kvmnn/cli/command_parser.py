@@ -425,12 +425,7 @@ def add_program_options(parser: argparse.ArgumentParser) -> list[argparse.Action
         add("--json", action="store_true", help="print one JSON document on standard output"),
         add("-q", "--quiet", action="store_true", help="print results and errors, no notes and no progress bars"),
         add("-v", "--verbose", action="store_true", help="print every detail"),
-        add(  # one option for both: who replaces a file must learn that it silences the refusal as well
-            "-f",
-            "--force",
-            action="store_true",
-            help="replace files that exist; read packed files as specified, even where their contents contradict it",
-        ),
+        add("-f", "--force", action="store_true", help="replace files that exist"),
         add(
             "--table",
             type=parse_table_name,

@@ -256,7 +256,10 @@ def _parse_budget(text: str) -> Budget:
         raise argparse.ArgumentTypeError(str(exc)) from None
 
 
-_PACKED_NAMES = ("backend", "lp", "hp", "flash_block", "int8", "name", "layer_order", "pid", "ignore_markers")
+_PACKED_NAMES = (
+    *("backend", "lp", "hp", "flash_block", "int8", "name", "layer_order", "pid", "ignore_markers"),
+    "ignore_contradictions",
+)
 _CACHE_OPTIONS = ("token_ids", "undo", "dtype", "tensor", "skip_unsupported", "token_major", "profile")
 _EXCLUDED_OPTIONS = (
     ("timing", "nothing is timed"),

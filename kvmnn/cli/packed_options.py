@@ -240,14 +240,13 @@ def add_packed_options(
         "packed-variant", "packed", "of a KV dump with both the packed one", constant=True, default=False
     )
     shared_options.add_part_option(parser, [packed_variant])
-    parser.accept("--force", **({} if parser.accepts("--force") else {"dest": "trust"}))
     if with_engines:
         add_engine_options(parser, with_undo=with_undo)
 
 
 _PACKED_DESCRIPTION = (
     "For prefix caches and live cache files. Where sizes and contents of the files leave one answer, it is inferred; "
-    "what they contradict is refused, unless --force is given."
+    "what they contradict is refused, unless --ignore contradictions is given."
 )
 
 
@@ -299,6 +298,14 @@ def add_discovery_options(parser: Any) -> None:
     parser.set_defaults(pid=None)
     shared_options.add_ignore_option(
         parser, "markers", "ignore_markers", "the sync markers of a prefix, where they are missing"
+    )
+    add_contradictions_option(parser)
+
+
+def add_contradictions_option(parser: Any) -> None:
+    """Add the word ``contradictions`` of ``--ignore``."""
+    shared_options.add_ignore_option(
+        parser, "contradictions", "ignore_contradictions", "what contradicts the options, and read as these say"
     )
 
 
@@ -363,9 +370,7 @@ def build_packed_options(arguments: argparse.Namespace, cache_info: CacheInfo | 
         layer_order=arguments.layer_order,
         pid=arguments.pid,
         ignore_markers=arguments.ignore_markers,
-        trust_options=cache_info is not None
-        or getattr(arguments, "trust", False)
-        or getattr(arguments, "force", False),
+        ignore_contradictions=cache_info is not None or getattr(arguments, "ignore_contradictions", False),
         prefer_packed_dump=arguments.packed,
         recorded_states=cache_info.states if cache_info else None,
         heads=_list_layer_heads(cache_info),
@@ -380,7 +385,7 @@ def _list_layer_heads(cache_info: CacheInfo | None) -> tuple[tuple[int, int], ..
 
 PACKED_OPTION_NAMES = (
     *("tokens", "model", "backend", "kv_heads", "head_dim", "lp", "hp", "flash_block", "int8", "token_ids", "name"),
-    *("layer_order", "pid", "ignore_markers", "packed", "trust"),
+    *("layer_order", "pid", "ignore_markers", "packed", "ignore_contradictions"),
 )
 """The options about packed files, as the namespace calls them."""
 

@@ -105,8 +105,8 @@ class PackedOptions:
     pid: int | None = None
     #: Read a prefix cache whose markers are missing.
     ignore_markers: bool = False
-    #: Trust the specified properties of the files even if sizes and elements contradict them.
-    trust_options: bool = False
+    #: Read the files as specified even where their sizes and elements contradict that, or a manifest does.
+    ignore_contradictions: bool = False
     #: Prefer the packed variant of a dump that has both.
     prefer_packed_dump: bool = False
     #: Recorded layers without K and V; None if not recorded.

@@ -104,8 +104,8 @@ def test_diff_compares_positions_json(tmp_path, run, positions, said):
 
 
 def test_rotated_keys_are_a_loss_in_copies(prefix, run):
-    """K of these arrays is no rotation that a trial finds: --force rotates it as --rope says."""
-    rope = ("--rerotate", "--rope", "theta=10000,dims=6", "-f")
+    """K of these arrays is no rotation that a trial finds: --ignore contradictions rotates it as --rope says."""
+    rope = ("--rerotate", "--rope", "theta=10000,dims=6", "--ignore", "contradictions")
     run("mnn", "compact", *prefix.argv, "--remove", 20, "--reserve", "0:4,12:8", *rope, "-o", "rotated/")
     encoded = run("encode", "rotated/", "-o", "f/")
     assert "LOSSLESS copy of LOSSY K and V" in encoded.out and "K was rotated to other positions" in encoded.out

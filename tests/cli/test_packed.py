@@ -205,7 +205,7 @@ def test_packed_encode_and_decode_round_trip(prefix, run, model):
     assert layer_files("r") == zero_padded(prefix.arrays, **AVX2_FILES, capacity=114)  # tokens alone
 
 
-def test_packed_decode_for_another_model_needs_force(prefix, run, model):
+def test_packed_decode_for_another_model_is_refused(prefix, run, model):
     Path("ids").write_text(" ".join(map(str, range(TOKENS))))
     Path("others").write_text(" ".join(map(str, range(1, TOKENS + 1))))
     run("encode", *prefix.argv, "--model", model, "--token-ids", "ids", "-o", "b/")
@@ -219,7 +219,7 @@ def test_packed_decode_for_another_model_needs_force(prefix, run, model):
         assert reason in said.err
         assert len(said.err.splitlines()) == 1
         assert not Path("q").exists()
-        said = run("decode", "b", "-o", "q/", *options, "--force")
+        said = run("decode", "b", "-o", "q/", *options, "--ignore", "contradictions")
         assert f"kvmnn: warning: {reason}" in said.err or reason in said.err
         for path in Path("q").iterdir():
             path.unlink()

@@ -29,8 +29,8 @@ shapes.
   --output-kind dump -o DIR/   the KV dump that was encoded
 
 Frames made from a prefix cache become its files again with -o DIR/ (--arrays: .npy files instead), byte for byte.
---model, --token-ids and --backend are compared with the manifest, and a difference is refused; --force restores
-anyway.
+--model, --token-ids and --backend are compared with the manifest, and a difference is refused;
+--ignore contradictions restores anyway.
 
 Frames of a whole file of llama.cpp or MLX become that file again, byte for byte, with -o FILE or on standard output
 (--arrays: its arrays in their stored layout; kvmnn mnn unpack gives K and V by heads).
@@ -41,7 +41,7 @@ Without -o, X.npy.frame and X.frame become X.npy, and X.frames/ of a whole file 
 to standard output, as raw elements (if that is a file or a pipe)."""
 
 
-_EXPECTED_OPTIONS = ("name", "backend", "lp", "hp", "flash_block", "model", "token_ids")
+_EXPECTED_OPTIONS = ("name", "backend", "lp", "hp", "flash_block", "model", "token_ids", "ignore_contradictions")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -80,6 +80,7 @@ def add_parser(subparsers: Any) -> None:
     group.add_argument("--name", metavar="NAME", help="what the engine calls the prefix (default: as before)")
     packed_options.add_layout_options(group)
     packed_options.add_origin_options(group)
+    packed_options.add_contradictions_option(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -164,6 +165,7 @@ def _restore_output(
             prefix_name=arguments.name,
             model=arguments.model,
             token_ids=packed_options.hash_token_ids(arguments),
+            ignore_contradictions=arguments.ignore_contradictions,
         )
     restore_result = restore(
         frames, output, options, form=form, expected=expected, force=arguments.force, progress=progress

@@ -171,6 +171,7 @@ def run_pack(arguments: argparse.Namespace) -> int:
             cast=arguments.cast,
             rerotate=arguments.rerotate,
             rope=arguments.model if is_gguf and arguments.rope is None else arguments.rope,
+            ignore_contradictions=arguments.ignore_contradictions,
             force=arguments.force,
             progress=step,
         )
@@ -237,6 +238,7 @@ def run_repack(arguments: argparse.Namespace) -> int:
             model=arguments.model,
             rerotate=arguments.rerotate,
             rope=arguments.rope,
+            ignore_contradictions=arguments.ignore_contradictions,
             force=arguments.force,
             progress=step,
         )
@@ -311,6 +313,7 @@ def run_compact(arguments: argparse.Namespace) -> int:
             rerotate=arguments.rerotate,
             rope=arguments.rope,
             model=arguments.model,
+            ignore_contradictions=arguments.ignore_contradictions,
             force=arguments.force,
             progress=step,
         )

@@ -366,6 +366,7 @@ def compact(
     rerotate: bool = False,
     rope: RopeConfig | str | None = None,
     model: str | None = None,
+    ignore_contradictions: bool = False,
     force: bool = False,
     progress: Progress | None = None,
 ) -> CompactResult:
@@ -387,8 +388,10 @@ def compact(
         Rotate K to the positions 0, 1, 2 ..., where MNN continues after loading.
     rope, model
         RoPE parameters of K: `kvmnn.Rotary`, or a model that has them; otherwise they are searched.
+    ignore_contradictions
+        Take a `rope` that K contradicts.
     force
-        Replace files that exist; the inputs are never replaced. Also take a `rope` that K contradicts.
+        Replace files that exist; the inputs are never replaced.
     progress
         Called with bytes of packed files.
 
@@ -414,7 +417,13 @@ def compact(
         if rerotate:
             keys = [entry for entry in collect_layer_arrays(reader.to_source().arrays) if entry.part == "key"]
             rerotation = plan_rerotation(
-                after, keys, rope, model, label=reader.files.path, evidence_info=info, force=force
+                after,
+                keys,
+                rope,
+                model,
+                label=reader.files.path,
+                evidence_info=info,
+                ignore_contradictions=ignore_contradictions,
             )
             after = rerotation.info
         _write_compacted_files(reader, layer_plans, after, directory, dialect, rerotation, progress)

@@ -133,10 +133,10 @@ def open_packed_files(files: PackedFiles, options: PackedOptions) -> PackedCache
     try:
         choice = _resolve_layout(files, options, sidecar_info)
         has_count = bool(options.valid_tokens or options.token_ids)
-        if choice.conflict and not options.trust_options and not has_count:  # which count would be odd
+        if choice.conflict and not options.ignore_contradictions and not has_count:  # which count would be odd
             raise UnsuitableOptionError(
-                f"{files.path}: {choice.conflict}; the words speak for {choice.better_options}; --force reads them as "
-                f"specified"
+                f"{files.path}: {choice.conflict}; the words speak for {choice.better_options}; --ignore "
+                "contradictions reads them as specified"
             )
         match = choice.match
         has_row_counts = not (sidecar_info or match.layout.is_quantized or options.is_of_frames)
@@ -174,7 +174,7 @@ def open_packed_files(files: PackedFiles, options: PackedOptions) -> PackedCache
     )
     if sidecar_info:
         _check_same_as_sidecar(files, options, sidecar_info, info)
-        if options.token_ids and not options.trust_options:
+        if options.token_ids and not options.ignore_contradictions:
             _check_ids_count(files, sidecar_info, options.token_ids.count)
     elif options.token_ids and {options.token_ids.count} != set(tokens):
         raise UnsuitableOptionError(f"{files.path}: {options.token_ids.count} token ids for {max(tokens)} tokens")
@@ -259,7 +259,7 @@ def _check_and_sort_files(files: PackedFiles, options: PackedOptions) -> tuple[P
             f"{files.sidecar_document[1] if files.sidecar_document else files.path}: does not describe the files next "
             f"to it any more: {_describe_drift(files, sidecar_info)}; move it away and say what they hold"
         )
-    if files.size_mismatch and not sidecar_info and not options.trust_options:
+    if files.size_mismatch and not sidecar_info and not options.ignore_contradictions:
         raise SourceError(
             f"{files.path}: {files.size_mismatch}: files were cut, and MNN would delete this prefix instead of loading "
             "it: compute it again"
@@ -275,10 +275,10 @@ def _check_contents(
     row_counts: RowCounts,
     notes: list[str],
 ) -> str:
-    """Raise an error for options that the elements contradict; with `trust_options`, return the contradiction."""
+    """Raise an error for options that the elements contradict; return the contradiction if it is to be ignored."""
     tokens = _list_token_counts(info)
     conflict = f"{choice.conflict}; the words speak for {choice.better_options}" if choice.conflict else ""
-    if conflict and not options.trust_options:
+    if conflict and not options.ignore_contradictions:
         raise _make_conflict_error(files, info, conflict)
     option_name = "--valid-tokens" if options.valid_tokens else "--token-ids"
     more_tokens_doubts, fewer_tokens_doubts = list_token_doubts(row_counts, tokens, option_name)
@@ -288,20 +288,20 @@ def _check_contents(
             f"{files.path}: {ids_text}, but {more_tokens_doubts[0].partition(':')[0]}: say --valid-tokens {tokens[0]} "
             "as well if only these tokens are meant"
         )
-    if fewer_tokens_doubts and options.token_ids and not (options.valid_tokens or options.trust_options):
+    if fewer_tokens_doubts and options.token_ids and not (options.valid_tokens or options.ignore_contradictions):
         ids_text = count_of(tokens[0], "token id")
         num_rows = min(map(max, row_counts.keys, row_counts.values))  # of the layer that has the fewest
         raise UnsuitableOptionError(
             f"{files.path}: {ids_text}, but {count_of(num_rows, 'row')} of K and V are not zero "
             f"({fewer_tokens_doubts[0].partition(':')[0]}): expected the ids of the tokens that the files hold; "
-            "--force takes all ids"
+            "--ignore contradictions takes all ids"
         )
     num_rows = row_counts.common_count or min(tokens)
-    is_only_specified = options.valid_tokens and not (options.token_ids or options.trust_options)
+    is_only_specified = options.valid_tokens and not (options.token_ids or options.ignore_contradictions)
     if is_only_specified and num_rows < min(tokens):
         raise UnsuitableOptionError(
             f"{files.path}: --valid-tokens says {min(tokens)}, but K and V of all layers are zero from row {num_rows} "
-            f"on (counted from 0): expected at most {num_rows}; --force takes the zero rows as tokens"
+            f"on (counted from 0): expected at most {num_rows}; --ignore contradictions takes the zero rows as tokens"
         )
     if conflict:
         notes.append(f"the words contradict what was specified: {conflict}")
@@ -314,7 +314,9 @@ def _make_conflict_error(files: PackedFiles, info: CacheInfo, conflict: str) -> 
     """Make the error for elements that contradict the specified layout; it names the first one."""
     difference_text = find_difference(files, info)
     detail_text = f" (the first word in the way: {difference_text})" if difference_text else ""
-    return UnsuitableOptionError(f"{files.path}: {conflict}{detail_text}; --force reads the files as specified")
+    return UnsuitableOptionError(
+        f"{files.path}: {conflict}{detail_text}; --ignore contradictions reads the files as specified"
+    )
 
 
 def read_sidecar_info(files: PackedFiles) -> CacheInfo | None:
@@ -491,7 +493,7 @@ def _check_ids_count(files: PackedFiles, sidecar_info: CacheInfo, num_ids: int) 
         expected_text = f"{min_ids} to {max_ids}" if min_ids < max_ids else f"{max_ids}"
         raise UnsuitableOptionError(
             f"{files.path}: {count_of(num_ids, 'token id')}, but its document says {count_of(max(tokens), 'token')}: "
-            f"expected {expected_text}; --force takes all ids"
+            f"expected {expected_text}; --ignore contradictions takes all ids"
         )
 
 

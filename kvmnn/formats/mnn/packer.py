@@ -84,9 +84,9 @@ def plan_rerotation(
     label: str,
     evidence_info: CacheInfo | None = None,
     is_k_reordered: bool = False,
-    force: bool = False,
+    ignore_contradictions: bool = False,
 ) -> RerotationPlan:
-    """Determine how K must be rotated so that its tokens are at the first positions; `force` as of `resolve_rope`."""
+    """Determine how K must be rotated so that its tokens are at the first positions; the rest as of `resolve_rope`."""
     if info.layout.int8_keys:
         raise SourceError(f"{label}: int8 K cannot be rotated: the engine alone has the maxima of its channels")
     token_counts = sorted({layer.tokens for layer in info.layers})
@@ -118,7 +118,7 @@ def plan_rerotation(
             rope,
             model,
             is_k_reordered=is_k_reordered,
-            force=force,
+            ignore_contradictions=ignore_contradictions,
         )
     except SourceError as error:
         raise error if str(error).startswith((str(rope), str(model))) else SourceError(f"{label}: {error}") from None
@@ -180,6 +180,7 @@ def pack(
     positions: Sequence[Positions] | None = None,
     rerotate: bool = False,
     rope: RopeConfig | str | None = None,
+    ignore_contradictions: bool = False,
     force: bool = False,
     progress: Progress | None = None,
     write_options: PrefixWriteOptions | None = None,
@@ -216,8 +217,10 @@ def pack(
         Rotate K to the positions 0, 1, 2 ..., where MNN continues after loading.
     rope
         RoPE parameters of K: `kvmnn.Rotary`, or a model that has them. None uses `model`, or a search.
+    ignore_contradictions
+        Take a `rope` that K contradicts.
     force
-        Replace files that exist; the inputs are never replaced. Also take a `rope` that K contradicts.
+        Replace files that exist; the inputs are never replaced.
     progress
         Called with bytes of arrays.
     write_options
@@ -276,7 +279,13 @@ def pack(
     if rerotate:
         is_k_reordered = "k-order" in (source.inverted_transforms or ())
         arrays, rerotation = _rerotate_arrays(
-            source, arrays, info, rope, model, is_k_reordered=is_k_reordered, force=force
+            source,
+            arrays,
+            info,
+            rope,
+            model,
+            is_k_reordered=is_k_reordered,
+            ignore_contradictions=ignore_contradictions,
         )
         info, notes = rerotation.info, [*notes, *rerotation.rope.notes]
     if state_by_file:
@@ -319,7 +328,7 @@ def _rerotate_arrays(
     model: str | None,
     *,
     is_k_reordered: bool = False,
-    force: bool = False,
+    ignore_contradictions: bool = False,
 ) -> tuple[list[LayerArray], RerotationPlan]:
     """Return the arrays with K rotated to the first positions, and the plan."""
     label = " ".join(source.inputs)
@@ -327,7 +336,9 @@ def _rerotate_arrays(
     if info.layout.dtype == "fp32":  # rotated K is then rounded to fp32, not to the type of the arrays
         arrays = [replace(entry, array=upcast(entry.array)) for entry in arrays]
     keys = [entry for entry in arrays if entry.part == "key"]
-    rerotation = plan_rerotation(info, keys, rope, model, label=label, is_k_reordered=is_k_reordered, force=force)
+    rerotation = plan_rerotation(
+        info, keys, rope, model, label=label, is_k_reordered=is_k_reordered, ignore_contradictions=ignore_contradictions
+    )
     return rerotation.rotate_arrays(arrays), rerotation
 
 
@@ -455,6 +466,7 @@ def repack(
     model: str | None = None,
     rerotate: bool = False,
     rope: RopeConfig | str | None = None,
+    ignore_contradictions: bool = False,
     force: bool = False,
     progress: Progress | None = None,
 ) -> PackResult:
@@ -466,7 +478,7 @@ def repack(
         A packed cache, or a source decoded from one (its `Source.cache` is set).
     backend
         A name of `kvmnn.packed.backends.BACKENDS`. If its dtype differs, elements are rounded to nearest even.
-    output, name, capacity, rerotate, rope, force, progress
+    output, name, capacity, rerotate, rope, ignore_contradictions, force, progress
         As for `pack`.
     model
         For `rerotate`: a model with the RoPE parameters of K.
@@ -494,7 +506,9 @@ def repack(
     info = build_prefix_info(arrays, layout, name, capacity=capacity, reference_info=source.cache)
     notes, rotation_result = [*source.notes, *_list_zero_row_notes(arrays)], None
     if rerotate:
-        arrays, rerotation = _rerotate_arrays(source, arrays, info, rope, model, force=force)
+        arrays, rerotation = _rerotate_arrays(
+            source, arrays, info, rope, model, ignore_contradictions=ignore_contradictions
+        )
         info, rotation_result = rerotation.info, rerotation.result
         notes += rerotation.rope.notes
     pack_result = write_prefix(

@@ -52,7 +52,7 @@ class RestorePrefixResult(Record):
     stored_bytes: int
     #: Arrays in the frames.
     arrays: tuple[ArrayInfo, ...] = field(metadata={"convert": _build_array_documents})
-    #: Differences between the expected properties and the manifest; empty unless forced.
+    #: Differences between the expected properties and the manifest; empty unless ignored.
     warnings: tuple[str, ...] = field(default=(), metadata={"json": False})
 
     @property
@@ -129,8 +129,10 @@ def restore_prefix(
     if layout != info.layout:
         mismatch = f"the cache has {describe_layout(info.layout)}; asked for was {describe_layout(layout)}"
         provenance_warnings.insert(0, mismatch)
-    if provenance_warnings and not force:
-        raise UnsuitableOptionError(f"{frames.path}: {provenance_warnings[0]} (--force restores it anyway)")
+    if provenance_warnings and not expected.ignore_contradictions:
+        raise UnsuitableOptionError(
+            f"{frames.path}: {provenance_warnings[0]} (--ignore contradictions restores it anyway)"
+        )
     name = resolve_prefix_name(expected.prefix_name, info)
     target_info = build_prefix_info(arrays, layout, name, reference_info=info)
     if options.max_bytes is not None and target_info.file_bytes > options.max_bytes:

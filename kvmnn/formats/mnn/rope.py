@@ -258,7 +258,7 @@ def resolve_rope(
     model: str | None = None,
     *,
     is_k_reordered: bool = False,
-    force: bool = False,
+    ignore_contradictions: bool = False,
 ) -> ModelRope:
     """Determine how K is rotated.
 
@@ -266,7 +266,7 @@ def resolve_rope(
     ----------
     positions
         Positions to which K of each layer is rotated, int64 ``[token]``.
-    force
+    ignore_contradictions
         Take `RopeConfig` parameters that K contradicts, with a note.
 
     Raises
@@ -279,8 +279,8 @@ def resolve_rope(
             raise OptionError(f"rope has {rope.dims} dims, the cache has heads of {key_arrays[0].geometry[2]}")
         caller_rope = ModelRope((RopeFrequencies.from_config(rope),) * len(key_arrays), "as given")
         evidence = _compare_with_keys(caller_rope, key_arrays, positions)
-        if evidence.contradictions and not force:
-            raise SourceError(f"{evidence.contradictions[0]}: --force rotates by it all the same")
+        if evidence.contradictions and not ignore_contradictions:
+            raise SourceError(f"{evidence.contradictions[0]}: --ignore contradictions rotates by it all the same")
         origin = "as given and as K shows" if evidence.is_confirmed else "as given, not checked: K does not show it"
         return replace(
             caller_rope,
@@ -295,7 +295,8 @@ def resolve_rope(
         if model_rope is not None:
             if doubts := _compare_with_keys(model_rope, key_arrays, positions).contradictions:
                 raise SourceError(
-                    f"{path}: {doubts[0]}: if it is right after all, give the rotation itself, with --force"
+                    f"{path}: {doubts[0]}: if it is right after all, give the rotation itself, with --ignore "
+                    "contradictions"
                 )
             return model_rope
         if rope is not None:

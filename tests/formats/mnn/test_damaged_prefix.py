@@ -74,7 +74,7 @@ def test_inspect_missing_file_is_not_listed_with_a_size(prefix, run):
 
 
 def test_encode_cut_files_is_refused(prefix, run):
-    """`--force` is no remedy: MNN deletes such a prefix."""
+    """`--ignore contradictions` is no remedy: MNN deletes such a prefix."""
     DAMAGE["both"][0](prefix)
     error = run("encode", prefix, *GEOMETRY, "--valid-tokens", 50, "-o", "b/", code=1).err
     assert error.endswith("files were cut, and MNN would delete this prefix instead of loading it: compute it again\n")
@@ -83,7 +83,7 @@ def test_encode_cut_files_is_refused(prefix, run):
 def test_repack_forced_zero_rows_are_noted(prefix, run):
     options = (*GEOMETRY, "--valid-tokens", 60, "--target-backend", "x86-avx512")
     assert "expected at most 50" in run("mnn", "repack", prefix, *options, "-o", "r", code=2).err
-    printed = run("mnn", "repack", prefix, *options, "-o", "r", "--force")
+    printed = run("mnn", "repack", prefix, *options, "-o", "r", "--ignore", "contradictions")
     note = "the last 10 of 60 tokens are zero in K and V of all layers: the model computed fewer tokens"
     assert note in printed.out + printed.err
     again = run("mnn", "repack", "r", "--target-backend", "x86-avx2", "-o", "s")  # its document says 60
@@ -96,16 +96,16 @@ def test_inspect_missing_markers_exit_1(prefix, run):
     assert "would not load: 1 of 4 markers are missing" in run("inspect", prefix, code=1).out
 
 
-def test_commands_force_reads_remaining_rows(prefix, run):
+def test_commands_ignoring_contradictions_read_remaining_rows(prefix, run):
     DAMAGE["both"][0](prefix)
-    options = [*GEOMETRY, "--valid-tokens", 50, "-o", "x.npz", "--force"]
+    options = [*GEOMETRY, "--valid-tokens", 50, "-o", "x.npz", "--ignore", "contradictions"]
     unpacked = run("mnn", "unpack", prefix, *options)
     assert "read although its layers differ in size" in unpacked.err
     assert (
         "LOSSY (read as specified, although its layers differ in size" in unpacked.out
         and "LOSSLESS" not in unpacked.out
     )
-    encoded = run("encode", prefix, *options[:-2], "b/", "--force").out
+    encoded = run("encode", prefix, *options[:-3], "b/", "--ignore", "contradictions").out
     assert "LOSSY" in encoded and "LOSSLESS" not in encoded and "files were cut" in encoded
     DAMAGE["zero_k"][0](prefix)
     assert "sys_1.k is empty" in run("mnn", "unpack", prefix, *options, code=1).err
@@ -140,7 +140,7 @@ def test_size_mismatch_documented_layers_are_allowed(tmp_path):
     files = find_packed(str(tmp_path / "p"))
     assert files is not None
     geometry = PackedGeometry(kv_heads=2, head_dim=16, backend="x86-avx2")
-    options = PackedOptions(geometry=geometry, valid_tokens=(50,), trust_options=True)
+    options = PackedOptions(geometry=geometry, valid_tokens=(50,), ignore_contradictions=True)
     info = open_packed_files(files, options).info
     (tmp_path / "p" / "sys.kvmnn.json").write_text(cache_info.dump_cache_info(info))
     documented = find_packed(str(tmp_path / "p"))

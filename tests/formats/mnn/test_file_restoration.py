@@ -62,9 +62,10 @@ def test_encode_fresh_prefix_is_verified_without_unused_bytes(prefix, run):
 )
 def test_encode_wrong_geometry_names_the_first_difference(prefix, run, options, first):
     error = run("encode", prefix, *options, "-o", "b/", code=2).err
-    assert first in error and "--force" in error
+    assert first in error and "--ignore contradictions" in error
+    assert run("encode", prefix, *options, "-o", "b/", "--force", code=2).err == error  # it replaces outputs alone
     assert not os.path.exists("b")
-    said = run("encode", prefix, *options, "-o", "b/", "--force").out
+    said = run("encode", prefix, *options, "-o", "b/", "--ignore", "contradictions").out
     assert "LOSSY" in said and "LOSSLESS" not in said and "not all of the packed files is kept: " in said
     assert first in said
     for verb in (("decode", "b", "-o", "r/"), ("verify", "b")):
@@ -83,7 +84,7 @@ def test_encode_any_geometry_that_is_lossless_restores_the_files(prefix, run):
     for (heads, dims), backend, tokens in itertools.product(sizes, backends, (1, 40, 50, 60, 100, 116)):
         options = ("--kv-heads", heads, "--head-dim", dims, "--backend", backend, "--valid-tokens", tokens)
         if tokens > 50 and (heads, dims, backend) == (2, 16, "x86-avx2"):  # rows of zeros: refused otherwise
-            options = (*options, "--force")
+            options = (*options, "--ignore", "contradictions")
         code = main([str(word) for word in ("encode", prefix, *options, "-o", "b/", "-q", "--json")])
         if code == 0:
             run("decode", "b", "-o", "r/")

@@ -46,12 +46,12 @@ def test_choose_layout_real_model_infers_all_parameters(tmp_path, backend, token
 
 @pytest.mark.parametrize(("backend", "number"), mark_most_slow(itertools.product(LAYOUTS, [20, 41, 70]), 7))
 def test_choose_layout_other_token_count_is_noted(tmp_path, backend, number):
-    """A number that leaves rows out contradicts no layout: a note names it, as it does empty rows with `--force`."""
+    """A number that leaves rows out contradicts no layout: a note names it, as it does empty rows that are taken."""
     layers = llm_kv.write_prefix(tmp_path / "p", backend, 50)
     if number > 50:
-        with pytest.raises(SourceError, match=r"zero from row 50 on .*expected at most 50; --force"):
+        with pytest.raises(SourceError, match=r"zero from row 50 on .*expected at most 50; --ignore contradictions"):
             read(tmp_path / "p", PackedGeometry(), (number,))
-    source = read(tmp_path / "p", PackedGeometry(), (number,), trust_options=number > 50)
+    source = read(tmp_path / "p", PackedGeometry(), (number,), ignore_contradictions=number > 50)
     layout = source.cache.layout
     assert (layout.kv_heads, layout.head_dim) == (llm_kv.KV_HEADS, llm_kv.HEAD_DIM)
     rows = min(number, 50)
@@ -109,7 +109,7 @@ def test_choose_layout_wrong_heads_are_refused(tmp_path, heads):
     geometry = PackedGeometry(kv_heads=heads, head_dim=192 // heads, backend="x86-avx2")
     with pytest.raises(SourceError, match="the words speak for --kv-heads 3 --head-dim 64 --backend x86-avx2"):
         read(tmp_path / "p", geometry, (50,))
-    forced = read(tmp_path / "p", geometry, (50,), trust_options=True)
+    forced = read(tmp_path / "p", geometry, (50,), ignore_contradictions=True)
     assert "the words contradict what was specified" in " ".join(forced.notes)
 
 
@@ -215,7 +215,18 @@ def test_commands_wrong_backend_exit_2(prefix, run):
 
 
 def test_commands_force_continues_with_warning(prefix, run):
-    said = ["--kv-heads", 3, "--head-dim", 64, "--valid-tokens", 64, "--backend", "x86-avx512", "--force"]
+    said = [
+        "--kv-heads",
+        3,
+        "--head-dim",
+        64,
+        "--valid-tokens",
+        64,
+        "--backend",
+        "x86-avx512",
+        "--ignore",
+        "contradictions",
+    ]
     for verb in (("measure", "p"), ("diff", "p", "p"), ("mnn", "unpack", "p", "-o", "x.npz")):
         assert "the words contradict what was specified" in run(*verb, *said).err
 
@@ -252,7 +263,10 @@ def test_ambiguous_layout_error_lists_whole_commands(tmp_path, monkeypatch, run)
 def test_encode_wrong_heads_error_names_inferred_layout(tmp_path, run):
     llm_kv.write_prefix(tmp_path / "p", "x86-avx2", 80)
     said = run("encode", tmp_path / "p", "--kv-heads", 6, "--head-dim", 32, "-o", tmp_path / "b/", code=2).err
-    assert "the words speak for --kv-heads 3 --head-dim 64 --backend x86-avx2" in said and "--force" in said
+    assert (
+        "the words speak for --kv-heads 3 --head-dim 64 --backend x86-avx2" in said
+        and "--ignore contradictions" in said
+    )
 
 
 @pytest.mark.parametrize(

@@ -264,7 +264,7 @@ def test_read_other_number_of_token_ids_is_refused(tmp_path, num_ids, padding):
     notes = read(sample.path, (num_ids,), token_ids=ids).notes
     assert [f"{'fewer' if num_ids > 50 else 'more'} tokens may be live" in note for note in notes] == [True]
     if num_ids > 50:
-        assert read(sample.path, token_ids=ids, trust_options=True).cache.layers[0].tokens == num_ids
+        assert read(sample.path, token_ids=ids, ignore_contradictions=True).cache.layers[0].tokens == num_ids
 
 
 def test_read_token_ids_that_document_contradicts_are_refused(prefix):
@@ -275,7 +275,7 @@ def test_read_token_ids_that_document_contradicts_are_refused(prefix):
         ids = cache_info.TokenIdsFingerprint.from_ids(range(num_ids))
         with pytest.raises(SourceError, match=f"{num_ids} token ids, but its document says 70 tokens: expected 70;"):
             read(prefix.path, token_ids=ids)
-        assert read(prefix.path, token_ids=ids, trust_options=True).cache.token_ids == ids
+        assert read(prefix.path, token_ids=ids, ignore_contradictions=True).cache.token_ids == ids
     assert read(prefix.path, token_ids=cache_info.TokenIdsFingerprint.from_ids(range(70))).notes == []
 
 

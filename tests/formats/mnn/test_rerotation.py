@@ -294,10 +294,14 @@ def test_rerotate_rope_that_k_contradicts_is_refused_unless_forced(trained, run,
     compact = ("mnn", "compact", *trained, "--reserve", "0:4,150:250", "-o", "c", "--rerotate", "--rope")
     contradiction = f"K of layer 0 looks rotated by theta=10000,dims=64, not by {wrong}"
     printed = run(*compact, wrong, code=1).err
-    assert contradiction in printed and "--force rotates by it all the same" in printed and not Path("c").exists()
-    forced = run(*compact, wrong, "--force")
+    assert (
+        contradiction in printed
+        and "--ignore contradictions rotates by it all the same" in printed
+        and not Path("c").exists()
+    )
+    forced = run(*compact, wrong, "--ignore", "contradictions")
     assert contradiction in forced.err and f"{wrong}, as given, though K contradicts it" in forced.out
-    right = run(*compact, "theta=10000,dims=64", "--force")
+    right = run(*compact, "theta=10000,dims=64", "-f")
     assert "theta=10000,dims=64, as given and as K shows" in right.out and "looks rotated" not in right.err
     run("mnn", "compact", *trained, "--reserve", "0:4,150:250", "-o", "e")
     repack = ("mnn", "repack", "e", "--target-backend", "x86-avx2", "-o", "r", "--rerotate", "--rope")

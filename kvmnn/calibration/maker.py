@@ -153,7 +153,7 @@ def make_profile(
     """Let a model read texts, and write its profile.
 
     What was read is kept in a folder ``<output>.partial`` until the profile is there: the same call goes on where
-    another one was interrupted.
+    another one was interrupted; one with other options, texts or model needs `overwrite`.
 
     Parameters
     ----------
@@ -166,7 +166,7 @@ def make_profile(
     options
         How much is read, and what is made of it.
     overwrite
-        Replace an existing output.
+        Replace an existing output, and what another interrupted call has kept.
     progress
         Called with the number of steps of the model that were made since the last call.
 
@@ -197,7 +197,7 @@ def make_profile(
     start = time.process_time()
     query_heads = session.query_heads or interface.kv_heads
     queries = QueryMoments(session.read_layer_parameters(), query_heads, interface.kv_heads, interface.head_dim)
-    statistics, key_metrics = work.load(layers, queries)
+    statistics, key_metrics = work.load(layers, queries, overwrite=overwrite)
     for index in range(statistics.num_texts, len(windows)):
         caches = _read_window(session, windows[index], key_metrics, queries, progress)
         statistics.add(caches)
@@ -459,7 +459,7 @@ def _read_plainly(session: DecoderSession, window: TextWindow) -> list[LayerCach
 
 
 class _WorkFolder:
-    """What was done so far, in a folder next to the output; another model or other texts begin again."""
+    """What was done so far, in a folder next to the output; of another model or other texts it is not used."""
 
     def __init__(
         self,
@@ -480,30 +480,44 @@ class _WorkFolder:
             "ids": digest.hexdigest(),
             "layers": hashlib.sha256(json.dumps([layer.to_dict() for layer in layers]).encode()).hexdigest(),
         }
+        self._statistics_path = self._folder / "statistics.kvms"
         self.sensitivities: dict[str, float] = {}
 
-    def load(self, layers: Sequence[LayerGeometry], queries: QueryMoments) -> tuple[Statistics, KeyMetrics]:
-        """Return what an earlier call has read, or nothing, and fill `queries`."""
-        statistics, key_metrics = Statistics(layers), KeyMetrics(layers)
+    def load(
+        self, layers: Sequence[LayerGeometry], queries: QueryMoments, *, overwrite: bool
+    ) -> tuple[Statistics, KeyMetrics]:
+        """Return what an earlier call has read, or nothing, and fill `queries`.
+
+        `OutputError` if another call has read something, unless `overwrite`.
+        """
+        statistics, key_metrics, num_other_tokens = Statistics(layers), KeyMetrics(layers), 0
         try:
             document = loads_strict((self._folder / "state.json").read_bytes())
-            if document["settings"] == self._settings:
-                loaded = Statistics.load(self._folder / "statistics.kvms")
+            loaded = Statistics.load(self._statistics_path)
+            if document["settings"] != self._settings:
+                num_other_tokens = loaded.num_tokens
+            else:
                 key_metrics.restore(loaded.extras)
                 queries.restore(loaded.extras)
                 sensitivities = {str(name): float(value) for name, value in document["sensitivities"].items()}
                 statistics, self.sensitivities = loaded, sensitivities
         except (OSError, ValueError, KeyError, TypeError, AttributeError):  # nothing, or nothing that can be used
             key_metrics = KeyMetrics(layers)
+        if num_other_tokens and not overwrite:
+            raise OutputError(
+                f"{self._folder}: has {num_other_tokens:,} tokens of an interrupted command of other options, texts or "
+                f"another model ({REPLACE_HINT} replaces them, another output keeps them)"
+            )
         if not statistics.num_texts:
             self._folder.mkdir(parents=True, exist_ok=True)
+            self._statistics_path.unlink(missing_ok=True)  # of other settings than the state says from now on
             self._write_state()
         return statistics, key_metrics
 
     def save(self, statistics: Statistics, key_metrics: KeyMetrics, queries: QueryMoments) -> None:
         """Keep all that was read so far."""
         statistics.extras = key_metrics.to_arrays() | queries.to_arrays()
-        statistics.save(self._folder / "statistics.kvms")
+        statistics.save(self._statistics_path)
 
     def add_sensitivity(self, name: str, value: float) -> None:
         """Keep a sensitivity."""

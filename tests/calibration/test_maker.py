@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -180,6 +181,33 @@ def test_make_profile_goes_on_where_it_was_interrupted(models: dict[str, Path], 
     (folder / "state.json").write_text("{")
     make_profile(models["llama"], TEXTS, parts, OPTIONS, overwrite=True)
     assert parts.read_bytes() == whole.read_bytes() and not folder.exists()
+
+
+def test_make_profile_does_not_replace_what_another_interrupted_call_has_read(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    def interrupt(steps: int) -> None:
+        if (folder / "statistics.kvms").exists():
+            raise Interrupted
+
+    def interrupt_at_once(steps: int) -> None:
+        raise Interrupted
+
+    output, folder = tmp_path / "a.kvmp", tmp_path / "a.kvmp.partial"
+    fewer = replace(OPTIONS, tokens=OPTIONS.tokens // 2)
+    with pytest.raises(Interrupted):
+        make_profile(models["llama"], TEXTS, output, OPTIONS, progress=interrupt)
+    state = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(
+        OutputError, match=r"a\.kvmp\.partial: has \d+ tokens of an interrupted command of other options"
+    ):
+        make_profile(models["llama"], TEXTS, output, fewer)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == state and not output.exists()
+    with pytest.raises(Interrupted):
+        make_profile(models["llama"], TEXTS, output, fewer, overwrite=True, progress=interrupt_at_once)
+    make_profile(models["llama"], TEXTS, output, fewer)  # of its own texts alone, not of those that it replaced
+    make_profile(models["llama"], TEXTS, tmp_path / "b.kvmp", fewer)
+    assert output.read_bytes() == (tmp_path / "b.kvmp").read_bytes() and not folder.exists()
 
 
 def test_make_profile_of_an_export_without_queries_says_so(tmp_path: Path) -> None:

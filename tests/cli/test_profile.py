@@ -84,7 +84,7 @@ def test_small_profiles_and_missed_ratios_are_noted(run, work, tmp_path) -> None
     assert "500 tokens" in run("profile inspect", work / "p.kvmp").out
     encoded = run("encode", work / "kv", "-o", tmp_path / "s/", "--codec", f"transform:{work / 'p.kvmp'},ratio=40")
     assert "layer streams (transform, ratio=40), " in run("inspect", tmp_path / "s").out
-    assert "made of 500 tokens" in encoded.out and "ratio 40 was asked for" in encoded.out
+    assert "made of 500 tokens" in encoded.out and "ratio 40 over words of 16 bits was asked for" in encoded.out
     lossless = run("encode", work / "kv", "-o", tmp_path / "t/", "--codec", f"profile:{work / 'p.kvmp'}")
     assert "500 tokens" not in lossless.out
     encoded = run(

@@ -213,6 +213,39 @@ def test_layer_streams_name_the_profile_that_is_missing(
         verify_layers(str(streams), profile=tmp_path / "changed.kvmp")
 
 
+def test_layer_streams_of_heads_with_other_tokens_need_no_profile(tmp_path: Path, profile: Path) -> None:
+    layers = make_cache(200, 2)
+    heads = [list(range(120)), list(range(80, 200))]
+    cut = [
+        LayerCache(
+            layer=layer.layer,
+            keys=np.stack([layer.keys[head, rows] for head, rows in enumerate(heads)]),
+            values=np.stack([layer.values[head, rows] for head, rows in enumerate(heads)]),
+            positions=np.array(heads),
+        )
+        for layer in layers
+    ]
+    cache, streams = save_folder(tmp_path / "cache", cut), tmp_path / "streams"
+    (cache / "positions.json").write_text(
+        json.dumps({"tokens_seen": 200, "layers": [{"layer": i, "positions": heads} for i in range(LAYERS)]})
+    )
+    shutil.copy(profile, tmp_path / "tiny.kvmp")
+    options = LayerStreamOptions(codec="profile", profile=str(tmp_path / "tiny.kvmp"))
+    note = "no layer was predicted (heads hold different tokens): decoding needs no profile, and --codec dense is as"
+    measured = measure_layers(kvmnn.open(cache), options)
+    result = encode_layers(kvmnn.open(cache), streams, options)
+    (tmp_path / "tiny.kvmp").unlink()
+    verified = verify_layers(str(streams), kvmnn.open(cache))
+    for found in (measured, result, verified, inspect_layers(str(streams))):
+        assert note in str(found) and "needs the profile" not in str(found) and found.model_profile_bytes is None
+    assert verified.label == "LOSSLESS"
+    restore_layers(str(streams), str(tmp_path / "back") + "/")
+    for path in cache.glob("*.npy"):
+        assert (tmp_path / "back" / path.name).read_bytes() == path.read_bytes()
+    with pytest.raises(KvmnnError, match=r"absent\.kvmp"):
+        verify_layers(str(streams), profile=tmp_path / "absent.kvmp")
+
+
 def test_inspect_layer_streams_that_are_missing_counts_what_is_there(encoded: tuple[Path, Path]) -> None:
     _, streams = encoded
     whole = inspect_layers(str(streams))

@@ -6,8 +6,8 @@ import itertools
 import math
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ from ...arrays.layer_cache import LayerCache
 from ...errors import OptionError, SourceError, build_read_error
 from ...linear import decode_layers as decode_linear_layers
 from ...linear import encode_layers as encode_linear_layers
+from ...linear.header import LinearHeader, read_header
 from ...profiles import Profile
 from ...transform import StepPlan, TransformOptions, choose_layer_exponents, get_tables, measure_bits_factor, plan_steps
 from ...transform import decode_layer as decode_transform_layer
@@ -109,6 +110,8 @@ class CacheEncoder:
         same steps, where they are so many that its losses do not hold; None otherwise.
     has_sensitivities : bool
         Whether the profile predicts losses.
+    unused_reason : str or None
+        After the last layer: why decoding needs no profile (`explain_unused_profile`).
     """
 
     def __init__(self, profile: Profile, options: LayerStreamOptions) -> None:
@@ -116,6 +119,7 @@ class CacheEncoder:
         self.predicted_kl: float | None = None
         self.bits_factor: float | None = None
         self.has_sensitivities = False
+        self.unused_reason: str | None = None
 
     def encode(self, layers: Iterable[LayerCache]) -> Iterator[EncodedLayer]:
         """Yield the stream of each layer."""
@@ -130,8 +134,11 @@ class CacheEncoder:
                 yield cache
 
         settings = {"below": find_largest_below(self._profile), **self._options.settings}
+        headers = []
         for stream in encode_linear_layers(iter_layers(), self._profile, **settings):
+            headers.append(replace(read_header(stream), stream=_NO_BYTES, payloads=(_NO_BYTES, _NO_BYTES)))
             yield EncodedLayer(stream, pending.popleft())
+        self.unused_reason = explain_unused_profile(headers)
 
     def _encode_lossily(self, layers: Iterable[LayerCache]) -> Iterator[EncodedLayer]:
         options, tables = TransformOptions(**self._options.settings), get_tables(self._profile)
@@ -206,6 +213,18 @@ def read_attention(path: str | os.PathLike[str]) -> npt.NDArray[Any]:
     return attention
 
 
+_NO_BYTES = np.zeros(0, np.uint8)
+
+
+def explain_unused_profile(headers: Sequence[LinearHeader]) -> str | None:
+    """Return why no linear stream of a cache was predicted, so that decoding needs no profile; None if one was."""
+    if any(header.key is not None for header in headers):
+        return None
+    if all(header.positions.ndim == 2 for header in headers):
+        return "heads hold different tokens"
+    return "other streams are smaller"
+
+
 def find_largest_below(profile: Profile) -> int:
     """Return the largest number of lower layers for which a profile has linear tables."""
     fields = (name.split("/") for name in profile.select("linear"))
@@ -213,13 +232,17 @@ def find_largest_below(profile: Profile) -> int:
 
 
 def decode_cache(
-    streams: Iterable[Any], profile: Profile, codec: LayerCodec, *, max_bytes: int | None = None
+    streams: Iterable[Any], profile: Profile | None, codec: LayerCodec, *, max_bytes: int | None = None
 ) -> Iterator[LayerCache]:
-    """Yield the layers of a cache, from layer 0 up; `LimitError` for one of more than `max_bytes` bytes of K and V."""
+    """Yield the layers of a cache, from layer 0 up; `LimitError` for one of more than `max_bytes` bytes of K and V.
+
+    The profile may be None for streams of ``"profile"`` that need none.
+    """
     if codec == "profile":
         yield from decode_linear_layers(streams, profile, max_bytes=max_bytes)
         return
     lower: deque[LayerCache] = deque(maxlen=_NUM_LOWER_LAYERS)
+    assert profile is not None
     for stream in streams:
         lower.append(decode_transform_layer(stream, profile, list(lower)[::-1], max_bytes=max_bytes))
         yield lower[-1]

@@ -25,6 +25,7 @@ from ...errors import FrameError, KvmnnError, LimitError, ManifestError, Missing
 from ...files.atomic import is_device
 from ...files.mapped_file import FileHead, MappedFile
 from ...files.schema import Record, json_key
+from ...linear.header import read_header as read_linear_header
 from ...profiles import Profile
 from ...transform.header import read_header
 from ..base import PathFormat
@@ -32,7 +33,7 @@ from ..options import ReadOptions
 from ..restorer import RestoreResult
 from ..sidecars import collect_folder_sidecars
 from ..writer import build_output_metadata, iter_source_chunks, list_lost_information, list_stale_files, write_arrays
-from .codecs import decode_cache
+from .codecs import decode_cache, explain_unused_profile
 from .document import (
     LAYERS_NAME,
     LayerStreamArray,
@@ -61,7 +62,7 @@ class LayerStreams:
     folder
         The folder, or its ``layers.json``.
     profile
-        The profile's file; None looks for it near the folder.
+        The profile's file; None looks for it near the folder, and does without where no stream needs it.
 
     Raises
     ------
@@ -73,7 +74,9 @@ class LayerStreams:
         self.folder = os.path.dirname(folder) if os.path.basename(folder) == LAYERS_NAME else folder
         self.document: LayerStreamsDocument = read_layers_document(self.folder)
         _check_predicted_kl(self.folder, self.document)
-        self.profile: Profile = find_profile(self.folder, self.document, profile)
+        self.unused_reason: str | None = _find_unused_reason(self.folder, self.document)
+        needs_profile = profile is not None or self.unused_reason is None
+        self.profile: Profile | None = find_profile(self.folder, self.document, profile) if needs_profile else None
 
     def iter_layers(self) -> Iterator[tuple[LayerStreamEntry, LayerCache]]:
         """Yield each layer with its entry, from layer 0 up; all that the entry says is checked."""
@@ -113,6 +116,20 @@ class LayerStreams:
                 raise ManifestError(
                     f"{self.folder}: {entry.file}: array {array.name!r} does not match the sha256 of {LAYERS_NAME}"
                 )
+
+
+def _find_unused_reason(folder: str, document: LayerStreamsDocument) -> str | None:
+    """Return why no stream of a folder needs the profile; None if one does, or cannot be read."""
+    if document.codec != "profile" or document.profile_bytes is not None:
+        return None
+    headers = []
+    for entry in document.layers:
+        try:
+            file = MappedFile(Path(folder, entry.file))
+            headers.append(read_linear_header(file.view(0, file.size)))
+        except KvmnnError:
+            return None
+    return explain_unused_profile(headers)
 
 
 def _check_predicted_kl(folder: str, document: LayerStreamsDocument) -> None:
@@ -307,8 +324,11 @@ class LayerStreamsInfo(Record):
     seconds: float = 0.0
     #: Bytes of ``layers.json``, not counted in `document`.
     document_bytes: int
-    #: Bytes of the profile of a model that decoding needs, not counted; None for one in the folder, or not there.
+    #: Bytes of the profile of a model that decoding needs, not counted; None for one in the folder, or not there, and
+    #: if it needs none.
     model_profile_bytes: int | None
+    #: Why it needs none; None if it does.
+    unused_reason: str | None = field(default=None, metadata={"json": False})
     #: Files of `document` that are not there, or have another size: what was not decoded is described without them.
     missing: tuple[str, ...] = field(default=(), metadata={"omit": True})
     notes: tuple[str, ...] = field(default=(), metadata={"omit": True})
@@ -366,7 +386,10 @@ class LayerStreamsInfo(Record):
             more = f" and {len(self.missing) - _MAX_NAMED_FILES:,} more" if len(self.missing) > _MAX_NAMED_FILES else ""
             lines.append(f"  INCOMPLETE: {names}{more}: missing, or of another size than {LAYERS_NAME} says")
         contents = describe_document(
-            document, document_bytes=self.document_bytes, model_profile_bytes=self.model_profile_bytes
+            document,
+            document_bytes=self.document_bytes,
+            model_profile_bytes=self.model_profile_bytes,
+            unused_reason=self.unused_reason,
         )
         lines += [f"  {line}" for line in dict.fromkeys([*contents, *self.notes])]
         return "\n".join(lines)
@@ -408,8 +431,9 @@ def inspect_layers(path: str) -> LayerStreamsInfo:
     if document.profile_bytes is not None:
         sizes[document.profile_file] = document.profile_bytes
     missing = tuple(name for name, size in sizes.items() if not _has_size(Path(folder, name), size))
+    unused_reason = _find_unused_reason(folder, document)
     try:
-        model = find_profile(folder, document)
+        model = find_profile(folder, document) if unused_reason is None else None
     except KvmnnError:
         model = None
     return LayerStreamsInfo(
@@ -417,6 +441,7 @@ def inspect_layers(path: str) -> LayerStreamsInfo:
         document=document,
         document_bytes=_count_document_bytes(folder),
         model_profile_bytes=_count_model_profile_bytes(document, model),
+        unused_reason=unused_reason,
         missing=missing,
         notes=(*list_losses(document.metadata), *(() if model is None else describe_absent_layers(model, document))),
     )
@@ -468,9 +493,10 @@ def verify_layers(
         seconds=time.perf_counter() - start,
         document_bytes=_count_document_bytes(streams.folder),
         model_profile_bytes=_count_model_profile_bytes(streams.document, streams.profile),
+        unused_reason=streams.unused_reason,
         notes=(
             *losses,
             *(() if against is None else describe_unstored_bytes(against)),
-            *describe_absent_layers(streams.profile, streams.document),
+            *(() if streams.profile is None else describe_absent_layers(streams.profile, streams.document)),
         ),
     )

@@ -72,8 +72,10 @@ class MeasureLayersResult(Record):
     is_verified: bool = field(metadata={"json": False})
     seconds: float
     #: Bytes of the profile of a model that decoding needs, not counted in `stored_bytes`; None for tables learned in
-    #: this cache alone.
+    #: this cache alone, and if it needs none.
     model_profile_bytes: int | None
+    #: Why it needs none; None if it does.
+    unused_reason: str | None = field(default=None, metadata={"json": False})
     #: Whether the source is packed files, of which live elements alone are stored and compared.
     is_packed: bool = field(default=False, metadata={"json": False})
     notes: tuple[str, ...] = ()
@@ -135,7 +137,9 @@ class MeasureLayersResult(Record):
         proof = f"live elements, {proof}" if self.is_packed else proof
         lines += [
             f"total: {self.raw_bytes:,} -> {self.stored_bytes:,} bytes, ratio {self.ratio:.4f}, {self.label} ({proof})",
-            *describe_document(self.document, model_profile_bytes=self.model_profile_bytes),
+            *describe_document(
+                self.document, model_profile_bytes=self.model_profile_bytes, unused_reason=self.unused_reason
+            ),
             *self.notes,
         ]
         return "\n".join(lines)
@@ -175,7 +179,10 @@ class EncodeLayersResult(MeasureLayersResult):
             f"{f'{self.label} ({proof})' if self.label else proof}{format_rate(self.raw_bytes, self.seconds)}"
         )
         contents = describe_document(
-            self.document, document_bytes=self.document_bytes, model_profile_bytes=self.model_profile_bytes
+            self.document,
+            document_bytes=self.document_bytes,
+            model_profile_bytes=self.model_profile_bytes,
+            unused_reason=self.unused_reason,
         )
         lines += [f"  {line}" for line in dict.fromkeys([*contents, *self.notes])]
         return "\n".join(lines)
@@ -197,10 +204,16 @@ def describe_layer(entry: LayerStreamEntry) -> str:
 
 
 def describe_document(
-    document: LayerStreamsDocument, *, document_bytes: int | None = None, model_profile_bytes: int | None = None
+    document: LayerStreamsDocument,
+    *,
+    document_bytes: int | None = None,
+    model_profile_bytes: int | None = None,
+    unused_reason: str | None = None,
 ) -> list[str]:
     """Describe what a reader should know: the profile, what the ratio leaves out, and what lossy streams cost."""
-    if document.profile_bytes is None:
+    if document.profile_bytes is None and unused_reason is not None:
+        line = f"no layer was predicted ({unused_reason}): decoding needs no profile, and --codec dense is as small"
+    elif document.profile_bytes is None:
         size_text = "" if model_profile_bytes is None else f", {model_profile_bytes:,} bytes, not counted"
         line = f"decoding needs the profile {document.profile_key[:16]} ({Path(document.profile_file).name}){size_text}"
     else:
@@ -331,7 +344,8 @@ def encode_layers(
         output=os.fspath(output),
         document=document,
         document_bytes=len(text),
-        model_profile_bytes=profile.nbytes if adapted is None else None,
+        model_profile_bytes=profile.nbytes if adapted is None and encoder.unused_reason is None else None,
+        unused_reason=encoder.unused_reason,
         is_verified=options.verify,
         seconds=time.perf_counter() - start,
         is_packed=source.cache is not None,
@@ -367,7 +381,8 @@ def measure_layers(
     )
     return MeasureLayersResult(
         document=document,
-        model_profile_bytes=profile.nbytes,
+        model_profile_bytes=profile.nbytes if encoder.unused_reason is None else None,
+        unused_reason=encoder.unused_reason,
         is_verified=True,
         seconds=time.perf_counter() - start,
         is_packed=source.cache is not None,

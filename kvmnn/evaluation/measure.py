@@ -492,7 +492,7 @@ class CellMeasurer:
             frames=measure_quantized_sizes(runner, settings.frame_dtype, settings.threads)
             if runner.codec is not None
             else measure_runtime_sizes(runner, runtime_stats, settings.frame_dtype)
-            if runtime_stats is not None and runtime_stats.is_lossy
+            if runtime_stats is not None and runtime_stats.is_rounded
             else measure_frame_sizes(
                 cache.copy_layers(),
                 settings.frame_dtype,

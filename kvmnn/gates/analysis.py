@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .._util.text import escape_markdown
 from .case_inputs import LogScan, MetricRow, MetricRows, OfflineRatio
@@ -556,7 +556,7 @@ def _build_average_lines(analysis: CaseAnalysis) -> list[str]:
         f"- Rows: {len(rows.rows)}",
         f"- Avg keep ratio: {rows.mean_value('h2o_keep'):.4f}",
         f"- Avg lossy ratio: {rows.mean_value('h2o_lossy'):.4f}",
-        f"- Avg runtime lossless ratio: {rows.mean_value('h2o_lossless'):.4f}",
+        f"- Avg runtime lossless ratio: {rows.format_mean_ratio()}",
         f"- Lossless selected source: {analysis.ratio_source}",
         f"- Lossless selected value: {_format_if_encoded(analysis, analysis.selected_ratio)}",
     ]
@@ -582,7 +582,7 @@ def _build_best_row_lines(
         "lossy ratio": f"{row.numbers['h2o_lossy']:.4f}",
         "keep ratio": f"{row.numbers['h2o_keep']:.4f}",
         f"lossless ratio ({analysis.ratio_source})": _format_if_encoded(analysis, analysis.selected_ratio),
-        "runtime lossless ratio": f"{row.numbers['h2o_lossless']:.4f}",
+        "runtime lossless ratio": replace(analysis.rows, rows=(row,)).format_mean_ratio(),
         "total ratio": _format_if_encoded(analysis, row.numbers["h2o_lossy"] * analysis.selected_ratio),
         "log": f"`{escape_markdown(row.log_file)}`",
     }

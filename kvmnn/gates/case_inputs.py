@@ -28,6 +28,10 @@ from .logs import (
     read_log,
 )
 
+RATIO_COLUMN = "h2o_lossless"
+NO_VALUE = "-"
+"""The cell of that column in a run whose codec is LOSSY; its number is 1, the factor of the total."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MetricRow:
@@ -75,6 +79,12 @@ class MetricRows:
     def mean_value(self, column: str) -> float:
         """Return the mean value of a column."""
         return sum(row.numbers[column] for row in self.rows) / len(self.rows)
+
+    def format_mean_ratio(self) -> str:
+        """Format the mean runtime lossless ratio; a dash if a codec of the runs is LOSSY."""
+        if any(row.cells.get(RATIO_COLUMN) == NO_VALUE for row in self.rows):
+            return NO_VALUE
+        return f"{self.mean_value(RATIO_COLUMN):.4f}"
 
     @property
     def missing_columns(self) -> list[str]:

@@ -256,7 +256,7 @@ class LosslessStore:
             live_bytes=tokens * self._token_bytes,
             held_bytes=self.nbytes,
             **totals,
-            is_lossy=self._is_lossy and metrics.h2o_lossless_raw_bytes > 0,
+            is_lossy=self._is_lossy,
             layers=tuple(layers),
         )
 

@@ -52,8 +52,8 @@ class RuntimeStats(Record):
         Bytes of K and V: of all tokens that were seen; of those that the policy retained; and the memory for these
         between two steps, which is rows, frames and spare capacity.
     lossy_ratio, lossless_ratio, total_ratio
-        Ratios of these sizes: first to second, second to third, first to third (JSON only). Where a codec rounded what
-        it encoded, `lossy_ratio` is the first to the third, and `lossless_ratio` None.
+        Ratios of these sizes: first to second, second to third, first to third (JSON only). Of a codec that is LOSSY
+        `lossless_ratio` is None, and `lossy_ratio` the first to the third where it encoded anything.
     """
 
     mode: Literal["probe", "full", "store"]
@@ -67,9 +67,14 @@ class RuntimeStats(Record):
     h2o_lossless_decompress_us: int = 0
     h2o_lossless_fallback_count: int = 0
     h2o_lossless_backpressure_skip_count: int = 0
-    #: Whether the codec is LOSSY and encoded anything.
+    #: Whether the codec is LOSSY.
     is_lossy: bool = field(default=False, metadata={"omit": True})
     layers: tuple[RuntimeLayerStats, ...] = ()
+
+    @property
+    def is_rounded(self) -> bool:
+        """Return whether the codec is LOSSY and encoded anything."""
+        return self.is_lossy and self.h2o_lossless_raw_bytes > 0
 
     @property
     def eviction_ratio(self) -> float | None:
@@ -80,7 +85,7 @@ class RuntimeStats(Record):
     @json_key(before="layers")
     def lossy_ratio(self) -> float | None:
         """Bytes of all tokens over bytes of the retained ones; of a codec that is LOSSY over those that store them."""
-        return self.total_ratio if self.is_lossy else self.eviction_ratio
+        return self.total_ratio if self.is_rounded else self.eviction_ratio
 
     @property
     @json_key(before="layers")
@@ -96,8 +101,13 @@ class RuntimeStats(Record):
 
     @property
     @json_key("h2o_lossless_ratio", before="layers")
+    def lossless_encoded_ratio(self) -> float | None:
+        """Raw over compressed bytes of everything that was encoded (the engine's name); null of a LOSSY codec."""
+        return None if self.is_lossy else self.encoded_ratio
+
+    @property
     def encoded_ratio(self) -> float | None:
-        """Raw over compressed bytes of everything that was encoded (the engine's h2o_lossless_ratio)."""
+        """Raw over compressed bytes of everything that was encoded; None if nothing was."""
         compressed_bytes = self.h2o_lossless_compressed_bytes
         return self.h2o_lossless_raw_bytes / compressed_bytes if compressed_bytes else None
 

@@ -457,9 +457,9 @@ _RUNTIME_COLUMNS = (
 
 RUNTIME_COLUMNS_NOTE = (
     "Of the runtime: lossy: bytes of all tokens over those that the policy left; lossless: those over held, the bytes "
-    "that hold them at the end, hot tokens and room to grow included (of a LOSSY codec lossy is of all tokens over "
-    "held, and lossless is -); encoded ratio: raw over compressed bytes of what was encoded; encode, decode: sums of "
-    "the run."
+    "that hold them at the end, hot tokens and room to grow included (of a LOSSY codec lossless is -, and lossy, "
+    "where it encoded, of all tokens over held); encoded ratio: raw over compressed bytes of what was encoded; "
+    "encode, decode: sums of the run."
 )
 
 

@@ -295,7 +295,7 @@ class RuntimeConfig:
     @property
     def is_lossy(self) -> bool:
         """Return whether stored rows are rounded: codec ``"transform"``."""
-        return self.is_active and self.codec == PROFILE_CODECS[1]
+        return self.is_active and is_lossy_codec(self.codec)
 
     @property
     def replaces_rows(self) -> bool:
@@ -321,6 +321,11 @@ class RuntimeConfig:
     def sound_effort(self) -> Effort:
         """How hard behaviour "sound" encodes: as `codec_runtime` says, else `effort`."""
         return _CODECS_BY_RUNTIME_NAME[self.codec_runtime][1] or self.effort
+
+
+def is_lossy_codec(codec: str) -> bool:
+    """Return whether a codec of the runtime rounds what it stores: ``"transform"``."""
+    return codec == PROFILE_CODECS[1]
 
 
 def check_num_layers(config: RuntimeConfig, num_layers: int) -> int:

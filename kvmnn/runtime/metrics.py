@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from .._util.text import compute_ratio, pluralize
-from ..files.schema import Record
+from .._util.text import LOSSY, compute_ratio, pluralize
+from ..files.schema import Record, json_key
+from .config import ENGINE_CODEC, is_lossy_codec
 
 
 @dataclass(frozen=True)
@@ -24,14 +25,18 @@ class CompressionRatios:
     live_bytes: int
     #: Bytes that store them now: hot rows, frames, decoded copies and spare capacity.
     resident_bytes: int
-    #: Whether a codec rounded what it encoded.
+    #: Whether the codec rounds: nothing is lossless then, whether or not it encoded anything so far.
     is_lossy: bool = False
+    #: Whether it encoded anything.
+    has_encoded: bool = True
 
     def to_metrics(self) -> dict[str, Any]:
         """Return the fields of `RuntimeMetrics`."""
         total_ratio = _compute_byte_ratio(self.appended_bytes, self.resident_bytes)
         return {
-            "lossy_ratio": total_ratio if self.is_lossy else _compute_byte_ratio(self.appended_bytes, self.live_bytes),
+            "lossy_ratio": total_ratio
+            if self.is_lossy and self.has_encoded
+            else _compute_byte_ratio(self.appended_bytes, self.live_bytes),
             "lossless_ratio": None if self.is_lossy else _compute_byte_ratio(self.live_bytes, self.resident_bytes),
             "total_ratio": total_ratio,
             "held_bytes": self.resident_bytes,
@@ -204,7 +209,7 @@ class RuntimeMetrics(Record):
     Attributes
     ----------
     h2o_lossless_ratio
-        Raw over compressed bytes of everything encoded, rounded to float32.
+        Raw over compressed bytes of everything encoded, rounded to float32; None of a codec that is LOSSY.
     h2o_codec_us
         Duration of the last encoding.
     h2o_lossless_queue_depth_peak
@@ -219,8 +224,8 @@ class RuntimeMetrics(Record):
     lossy_ratio, lossless_ratio, total_ratio
         Of this run: bytes of all tokens ever appended over those that are left; those over the bytes that contain them,
         hot rows and room to grow included; and the product. Where nothing is stored, the last two tell of room alone:
-        the tables have no such figure then, and JSON has null. Of codec ``"transform"``, which rounds, the first is the
-        product, and the second None.
+        the tables have no such figure then, and JSON has null. Of a codec that is LOSSY the second is
+        None, and the first the product where anything was encoded.
     held_bytes
         Bytes of all current rows, frames and decoded copies, spare capacity included.
     compress, decompress, wait, verify
@@ -231,6 +236,8 @@ class RuntimeMetrics(Record):
         Behaviour "sound" only: most cold blocks of all layers that waited for a place in the queue at one time.
     mode
         Mode of the runtime: only ``"store"`` stores anything.
+    codec
+        Codec of the runtime.
     layers
         One entry for each layer.
     """
@@ -240,7 +247,7 @@ class RuntimeMetrics(Record):
     h2o_lossless_decompressed_bytes: int = 0
     h2o_lossless_compress_us: int = 0
     h2o_lossless_decompress_us: int = 0
-    h2o_lossless_ratio: float = 1.0
+    h2o_lossless_ratio: float | None = 1.0
     h2o_lossless_fallback_count: int = 0
     h2o_lossless_backpressure_skip_count: int = 0
     h2o_lossless_queue_depth_peak: int = 0
@@ -264,7 +271,14 @@ class RuntimeMetrics(Record):
     restores_late: int = 0
     waiting_blocks_peak: int = 0
     mode: str = "store"
+    codec: str = ENGINE_CODEC
     layers: tuple[RuntimeLayerMetrics, ...] = ()
+
+    @property
+    @json_key(before="layers")
+    def is_lossy(self) -> bool:
+        """Return whether the codec rounds what it encodes, so that no ratio is lossless."""
+        return is_lossy_codec(self.codec)
 
     def to_dict(self) -> dict[str, Any]:
         """Return names and figures; percentiles and layers as objects, None for a ratio without stored bytes."""
@@ -273,15 +287,26 @@ class RuntimeMetrics(Record):
         return document if self.has_stored else document | {"lossless_ratio": None, "total_ratio": None}
 
     @property
+    def encoded_ratio(self) -> float | None:
+        """Raw over compressed bytes of everything encoded, by whatever codec; None if nothing was."""
+        compressed_bytes = self.h2o_lossless_compressed_bytes
+        return self.h2o_lossless_raw_bytes / compressed_bytes if compressed_bytes else None
+
+    @property
     def has_stored(self) -> bool:
         """Return whether any frames replaced their rows."""
         return self.mode == "store" and bool(self.h2o_lossless_raw_bytes)
 
-    def to_bench_columns(self) -> dict[str, float | int]:
-        """Return the columns that the engine's ``llm_bench`` prints."""
+    @property
+    def _reported_lossy_ratio(self) -> float:
+        """The planner's ratio, as the engine reports it; of a codec that is LOSSY that of the cache."""
+        return self.lossy_ratio if self.is_lossy else self.h2o_lossy_ratio
+
+    def to_bench_columns(self) -> dict[str, float | int | None]:
+        """Return the columns that the engine's ``llm_bench`` prints; of a codec that is LOSSY as `to_gate_values`."""
         return {
             "h2o_keep": self.h2o_keep_ratio,
-            "h2o_lossy": self.h2o_lossy_ratio,
+            "h2o_lossy": self._reported_lossy_ratio,
             "h2o_lossless": self.h2o_lossless_ratio,
             "h2o_codec_us": self.h2o_codec_us,
             "h2o_lossless_raw_mb": self.h2o_lossless_raw_bytes / MEBIBYTE,
@@ -322,14 +347,15 @@ class RuntimeMetrics(Record):
         Returns
         -------
         dict
-            None for what follows from something that was not given.
+            None for what follows from something that was not given. Of a codec that is LOSSY the lossless value is
+            None, and lossy and total are bytes of all tokens over those held.
         """
         drop = None
         if tokens_per_second is not None and baseline_tokens_per_second:
             drop = (baseline_tokens_per_second - tokens_per_second) / baseline_tokens_per_second
         headroom = None if wait_limit_us is None else wait_limit_us - self.h2o_lossless_async_wait_us
         return {
-            "lossy_best": self.h2o_lossy_ratio,
+            "lossy_best": self._reported_lossy_ratio,
             "lossless_selected_value": self.h2o_lossless_ratio,
             "decode_gate_tps": tokens_per_second,
             "decode_drop_ratio": drop,
@@ -339,7 +365,7 @@ class RuntimeMetrics(Record):
             "runtime_fallback_best": self.h2o_lossless_fallback_count,
             "runtime_decode_cache_hit_best": self.h2o_lossless_decode_cache_hit,
             "runtime_queue_peak_best": self.h2o_lossless_queue_depth_peak,
-            "candidate_runtime_total_ratio_avg": self.h2o_lossy_ratio * self.h2o_lossless_ratio,
+            "candidate_runtime_total_ratio_avg": self._reported_lossy_ratio * (self.h2o_lossless_ratio or 1.0),
         }
 
     def __str__(self) -> str:
@@ -370,13 +396,14 @@ class RuntimeMetrics(Record):
             return (
                 f"lossless {lossless_text}, lossy {self.lossy_ratio:.3f}, total {self.total_ratio:.3f} "
                 "(raw bytes over bytes held, of this run; those include hot tokens and room to grow)"
+                f"{f'; codec {self.codec} is {LOSSY}' if self.is_lossy else ''}"
             )
         prefix = f"lossless {_NO_VALUE}, lossy {self.lossy_ratio:.3f}, total {_NO_VALUE}"
         if not self.h2o_lossless_raw_bytes:
             return f"{prefix}: nothing was compressed"
         return (
             f"{prefix}: mode {self.mode} measures and stores nothing; of what it compressed "
-            f"{compute_ratio(self.h2o_lossless_raw_bytes, self.h2o_lossless_compressed_bytes):.3f}"
+            f"{self.encoded_ratio or 1.0:.3f}"
         )
 
 

@@ -254,7 +254,7 @@ class _Replayer:
             appended_bytes=tokens * layer_bytes * len(self._trace.layers),
             live_bytes=num_live * layer_bytes,
             held_bytes=metrics.held_bytes,
-            ratio=metrics.h2o_lossless_ratio if metrics.h2o_lossless_raw_bytes else None,
+            ratio=metrics.encoded_ratio,
             queue_depth_peak=metrics.h2o_lossless_queue_depth_peak,
             step_us=elapsed / 1e3,
         )

@@ -316,6 +316,7 @@ def test_run_record_of_a_lossy_codec_has_no_lossless_ratio() -> None:
     assert [numbers[f"h2o_{name}"] for name in ("keep", "lossy", "lossless")] == [0.4, 5.0, 1.0]
     [run] = build_demo_runs(pairs, "candidate")
     assert run.get_metric("h2o_lossy_ratio") * run.get_metric("h2o_lossless_ratio") == record.total_ratio
+    assert (rows.rows[0].cells["h2o_lossless"], rows.format_mean_ratio()) == ("-", "-")
     assert "LOSSY codec" in judge_lossy_codec()[0]["lossy ratio"].why
 
 

@@ -294,13 +294,21 @@ def test_runtime_table_ratios_are_never_dropped() -> None:
 
 
 def test_runtime_table_of_a_lossy_codec_has_no_lossless_ratio() -> None:
-    figures = RuntimeStats(mode="store", appended_bytes=8, live_bytes=4, held_bytes=2, is_lossy=True)
+    sizes = {"h2o_lossless_raw_bytes": 4, "h2o_lossless_compressed_bytes": 1}
+    figures = RuntimeStats(mode="store", appended_bytes=8, live_bytes=4, held_bytes=2, is_lossy=True, **sizes)
     both = merge_runtime_stats([figures, replace(figures, is_lossy=False)])
     assert both is not None and both.is_lossy and both.eviction_ratio == 2
     _, _, lines = build_runtime_table([("full", figures)]) or ("", [], [])
     assert lines[0][2:5] == ["4.000", "-", "4.000"]
     document = figures.to_dict()
     assert (document["lossy_ratio"], document["lossless_ratio"], document["total_ratio"]) == (4.0, None, 4.0)
+    assert (document["h2o_lossless_ratio"], lines[0][5]) == (None, "4.000")
+
+
+def test_runtime_table_of_a_lossy_codec_that_encoded_nothing_has_no_lossless_ratio() -> None:
+    figures = RuntimeStats(mode="store", appended_bytes=8, live_bytes=4, held_bytes=5, is_lossy=True)
+    _, _, lines = build_runtime_table([("full", figures)]) or ("", [], [])
+    assert lines[0][2:6] == ["2.000", "-", "1.600", "-"]
 
 
 def test_pivot_tie_has_no_best() -> None:

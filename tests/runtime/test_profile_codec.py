@@ -90,6 +90,33 @@ def test_transform_runtime_rounds_cold_tokens_alone() -> None:
         assert 0 < errors < 0.3
 
 
+def test_runtime_metrics_of_a_lossy_codec_have_no_lossless_figure(profile: Profile) -> None:
+    _, runtime = run(replace(CONFIG, codec="transform", profile=LOSSY_PROFILE, kl=0.02), "fp32", [(0, 256)])
+    metrics = runtime.collect_metrics()
+    document, columns, values = metrics.to_dict(), metrics.to_bench_columns(), metrics.to_gate_values()
+    assert (document["codec"], document["is_lossy"], "codec transform is LOSSY" in str(metrics)) == (
+        "transform",
+        True,
+        True,
+    )
+    assert document["lossless_ratio"] is document["h2o_lossless_ratio"] is None
+    assert columns["h2o_lossless"] is values["lossless_selected_value"] is None
+    assert 1 < document["lossy_ratio"] == columns["h2o_lossy"] == values["lossy_best"] == metrics.total_ratio
+    assert values["candidate_runtime_total_ratio_avg"] == metrics.total_ratio
+    assert metrics.encoded_ratio is not None and metrics.encoded_ratio > 3
+    _, runtime = run(replace(CONFIG, codec="profile", profile=profile), "fp32", [(0, 256)])
+    metrics = runtime.collect_metrics()
+    document = metrics.to_dict()
+    assert (document["codec"], document["is_lossy"], "LOSSY" in str(metrics)) == ("profile", False, False)
+    assert document["h2o_lossless_ratio"] == metrics.to_bench_columns()["h2o_lossless"] > 1
+
+
+def test_runtime_metrics_of_a_lossy_codec_that_encoded_nothing_have_no_lossless_ratio() -> None:
+    config = replace(CONFIG, codec="transform", profile=LOSSY_PROFILE, kl=0.02)
+    metrics = LosslessRuntime(config, layers=3, kv_heads=2, head_dim=8, dtype="fp16").collect_metrics()
+    assert (metrics.lossless_ratio, metrics.h2o_lossless_ratio, metrics.lossy_ratio) == (None, None, 1.0)
+
+
 def test_profile_stream_that_is_changed_in_memory_is_no_row(profile: Profile) -> None:
     _, runtime = run(replace(CONFIG, codec="profile", profile=profile), "fp16", [(0, 256)])
     strict = runtime._runtime

@@ -118,7 +118,7 @@ class RunRecord(Record):
 
     @property
     def lossless_ratio(self) -> float:
-        """`encoded_ratio` of a lossless codec, else 1."""
+        """`encoded_ratio` of a lossless codec, else 1, a factor of the total; tables have none of a LOSSY codec."""
         return 1.0 if self.is_rounded else self.encoded_ratio or 1.0
 
     @property
@@ -189,12 +189,16 @@ def _build_run_record(
     counters: dict[str, float] = {}
     latencies: dict[str, LatencySummary] = {}
     if metrics is not None:
-        counters = {name: float(value) for name, value in metrics.to_dict().items() if name.startswith("h2o_lossless_")}
+        counters = {
+            name: float(value)
+            for name, value in metrics.to_dict().items()
+            if name.startswith("h2o_lossless_") and value is not None
+        }
         latencies = {
             name: LatencySummary(**{key: float(value) for key, value in getattr(metrics, name).to_dict().items()})
             for name in ("decompress", "wait", "verify")
         }
-    is_rounded = runtime_stats is not None and runtime_stats.is_lossy
+    is_rounded = runtime_stats is not None and runtime_stats.is_rounded
     lossy_bytes = resident_bytes if is_rounded else live_bytes
     return RunRecord(
         prompt_tokens=sum(map(len, workload.turns)),

@@ -33,9 +33,10 @@ from .verdict import (
 
 RUNS_FILE = "runs.json"
 
+_RATIO_KEY = "candidate_lossless_ratio_avg"
 _ENCODING_KEYS = frozenset(
     {
-        *("candidate_lossless_ratio_avg", "candidate_runtime_total_ratio_avg"),
+        *(_RATIO_KEY, "candidate_runtime_total_ratio_avg"),
         *("runtime_decomp_best_us", "runtime_decomp_pass", "decode_cache_hit_best", "decode_cache_hit_pass"),
     }
 )
@@ -128,11 +129,11 @@ def judge_case(measured: CaseMeasurement, model: str) -> CaseResult | DemoResult
     )
     own_names = {gate.name for gate in gates}
     figures = CaseFigures.from_pairs(pairs)
-    is_ratio_unmeasured = figures.encoded_ratio is None
+    unmeasured_keys = frozenset({_RATIO_KEY}) if case.is_lossy_codec else frozenset()
     return replace(
         demo_result,
         latencies=figures.latencies,
-        unmeasured_keys=_ENCODING_KEYS if is_ratio_unmeasured else frozenset(),
+        unmeasured_keys=_ENCODING_KEYS if figures.encoded_ratio is None else unmeasured_keys,
         gates=(*(gate for gate in demo_result.gates if gate.name not in own_names), *gates, *stability_gates),
     )
 

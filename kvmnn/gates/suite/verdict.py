@@ -15,7 +15,7 @@ from ..._util.text import LOSSY
 from ...evaluation.scoring import MIN_DOCUMENTS_FOR_INTERVAL
 from ...evaluation.task_result import TaskOptions, TaskScore
 from ..analysis import DecodeStats, build_limit_lines, format_flag, format_four_digits
-from ..case_inputs import MetricRow, MetricRows
+from ..case_inputs import NO_VALUE, RATIO_COLUMN, MetricRow, MetricRows
 from ..demo import DemoRun
 from ..latency_limits import LATENCY_LIMITS, build_latency_gates
 from ..limits import GateLimits
@@ -632,6 +632,7 @@ def _build_bench_row(case: RunCase, pairs: Sequence[PairedRuns], records: Sequen
             f"{_format_mean(records, _compute_prefill_speed, 2)}<br>{_format_mean(records, _get_decode_speed, 2)}"
         ),
         **{column: _format_mean(records, metric, digits) for column, (metric, digits) in metrics.items()},
+        **({RATIO_COLUMN: NO_VALUE} if any(record.is_rounded for record in records) else {}),
         "log_file": workload.name,
         "held_ratio": _format_mean(records, lambda record: record.held_ratio, 3),
     }

@@ -667,7 +667,7 @@ def _build_replay_memory_blocks(name: str, replay: ReplayResult) -> list[Block]:
         "not measured" if figure is None else f"{figure:.3f}"
         for figure in (metrics.lossless_ratio, metrics.total_ratio)
     )
-    coded_text = f"{metrics.h2o_lossless_ratio:.3f}" if metrics.h2o_lossless_raw_bytes else "not measured"
+    coded_text = "not measured" if metrics.encoded_ratio is None else f"{metrics.encoded_ratio:.3f}"
     text = (
         f"{name}: {pluralize(replay.layers, 'layer')}, {replay.prompt:,} tokens as prompt, {replay.tokens:,} in all. "
         f"Lossy {metrics.lossy_ratio:.3f}, held {held_text}, in all {total}; of what was encoded {coded_text}; "

@@ -205,6 +205,7 @@ class EmulatedRuntime:
             h2o_lossy_ratio=planner_metrics.h2o_lossy_ratio,
             h2o_total_evict_tokens=planner_metrics.h2o_total_evict_tokens,
             mode=self.config.mode,
+            codec=self.config.codec,
             **self._compute_ratios().to_metrics(),
             **self._timings.summarize(),
             layers=tuple(self._collect_layer_metrics(index) for index in range(len(self._states))),

@@ -283,7 +283,8 @@ class StrictRuntime:
             sum(layer.counters.appended_bytes for layer in self._layers),
             sum(layer.rows.raw_bytes for layer in self._layers),
             self.resident_bytes,
-            is_lossy=self.config.is_lossy and raw_bytes > 0,
+            is_lossy=self.config.is_lossy,
+            has_encoded=raw_bytes > 0,
         )
         return RuntimeMetrics(
             h2o_lossless_raw_bytes=raw_bytes,
@@ -291,7 +292,7 @@ class StrictRuntime:
             h2o_lossless_decompressed_bytes=sum(layer_metrics.decompressed_bytes for layer_metrics in layers),
             h2o_lossless_compress_us=sum(layer_metrics.compress_us for layer_metrics in layers),
             h2o_lossless_decompress_us=sum(layer_metrics.decompress_us for layer_metrics in layers),
-            h2o_lossless_ratio=compute_float32_ratio(raw_bytes, compressed_bytes),
+            h2o_lossless_ratio=None if self.config.is_lossy else compute_float32_ratio(raw_bytes, compressed_bytes),
             h2o_lossless_fallback_count=sum(layer_metrics.fallbacks for layer_metrics in layers),
             h2o_lossless_backpressure_skip_count=sum(layer_metrics.num_backpressure_skips for layer_metrics in layers),
             h2o_lossless_queue_depth_peak=self._encoder.jobs.peak_jobs,
@@ -304,6 +305,7 @@ class StrictRuntime:
             h2o_lossy_ratio=planner_metrics.h2o_lossy_ratio,
             h2o_total_evict_tokens=sum(layer.counters.evicted_tokens for layer in self._layers),
             mode=self.config.mode,
+            codec=self.config.codec,
             **ratios.to_metrics(),
             **self._timings.summarize(),
             restores_ahead=self._restorer.prefetch_hits,

@@ -15,12 +15,16 @@ import kvmnn
 from kvmnn.formats.mnn import pack
 from kvmnn.lm import dump_kv
 from kvmnn.packed import PackedGeometry
+from kvmnn.packed.backends import BACKENDS
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 
 
 def main(arguments: list[str]) -> None:
     backend = arguments[0] if arguments else "arm64-fp16"
+    if backend not in BACKENDS:
+        print(f"no backend {backend!r}: expected one of {', '.join(BACKENDS)}", file=sys.stderr)
+        sys.exit(2)
     with tempfile.TemporaryDirectory() as folder:
         kv, prefix = Path(folder) / "kv", Path(folder) / "prefix"
         dumped = dump_kv(FIXTURES / "lm", FIXTURES / "lm" / "texts" / "calendar.py.txt", kv, tokens=256, dtype="fp16")

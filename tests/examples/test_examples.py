@@ -73,3 +73,9 @@ def test_times_of_the_engine_are_a_file_of_speed(tmp_path: Path) -> None:
 
 def test_examples_are_the_tested_ones() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} >= set(PROMISES)
+
+
+def test_ship_prefix_unknown_backend_is_refused() -> None:
+    argv = [sys.executable, "-P", EXAMPLES / "ship_prefix.py", "pixel"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stderr.startswith("no backend 'pixel': expected one of generic, ")

@@ -251,7 +251,7 @@ class ArrayBenchReport(Record):
     def format_heading(self, threads: int) -> str:
         """Return one line that describes what was measured."""
         sample_text = "" if self.sample_bytes == self.array_bytes else f", first {self.sample_bytes:,} measured"
-        entropy_text = "none" if self.entropy_ratio is None else f"{self.entropy_ratio:.4f}"
+        entropy_text = "is 0" if self.entropy_ratio is None else f"would give ratio {self.entropy_ratio:.4f}"
         return (
             f"{self.name}: {self.dtype}, {self.array_bytes:,} bytes{sample_text}; order-0 entropy of its bytes "
             f"{entropy_text}"

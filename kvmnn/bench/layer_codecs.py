@@ -185,6 +185,11 @@ def make_layer_codec(sample: CacheSample, profile: Profile, options: LayerStream
     def encode(words: Chunk) -> list[bytes]:
         encoder = CacheEncoder(profile, options)
         encoded = list(encoder.encode(sample.split(words)))
+        second_encoder = encoder.create_second_try()
+        if second_encoder is not None:
+            second_encoded = list(second_encoder.encode(sample.split(words)))
+            if second_encoder.is_nearer_than(encoder):
+                encoder, encoded = second_encoder, second_encoded
         last_encoder[:], promised[:] = [encoder], [layer.decoded for layer in encoded] if is_lossy else []
         return [layer.stream for layer in encoded]
 

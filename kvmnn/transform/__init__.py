@@ -11,6 +11,7 @@ from .steps import (
     TransformOptions,
     choose_exponents,
     choose_layer_exponents,
+    fit_level_shifts,
     measure_bits_factor,
     plan_steps,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "choose_layer_exponents",
     "decode_layer",
     "encode_layer",
+    "fit_level_shifts",
     "get_tables",
     "inspect_layer",
     "is_stream_of_plan",

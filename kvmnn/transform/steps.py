@@ -8,7 +8,7 @@ the target. `choose_exponents` varies a step by token, from the attention that t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -37,6 +37,7 @@ _MIN_SHARE_OF_BITS = 0.9
 the others of a short cache with a long exact end would lose all they have."""
 _MAX_SHIFT = 10
 _SEARCH_STEPS = 40
+_MAX_LEVEL_SHIFT = 8.0 * LEVELS_PER_DOUBLING
 _BITS_OF_WORD = 16
 MAX_KL = 100.0
 """Nats, the largest loss that may be asked for."""
@@ -120,7 +121,9 @@ class StepPlan:
     #: float64 ``[layer, 2]``: steps of K and V, and the loss that each is predicted to add, in nats.
     steps: npt.NDArray[np.float64]
     losses: npt.NDArray[np.float64]
-    #: Bits of a token that is not stored exactly, predicted: float64 ``[layer, 2]``.
+    #: Bits of a token that is not stored exactly, predicted: float64 ``[layer, 2]``; by the profile alone, and with the
+    #: bits of the text that the steps were chosen by.
+    profile_bits: npt.NDArray[np.float64]
     bits: npt.NDArray[np.float64]
     #: Whether losses rest on measured sensitivities.
     is_measured: bool
@@ -148,6 +151,7 @@ def plan_steps(
     has_attention: bool = False,
     *,
     bits_factor: float = 1.0,
+    level_shifts: npt.NDArray[np.float64] | None = None,
 ) -> StepPlan:
     """Return the steps of all layers for a cache of `tokens` tokens.
 
@@ -166,9 +170,11 @@ def plan_steps(
         Whether steps of tokens will go with the attention that they draw.
     bits_factor
         Bits that the text takes over those that the profile predicts (`measure_bits_factor`).
+    level_shifts
+        Of each layer, where all of the text was measured (`fit_level_shifts`): float64 ``[layer]``.
     """
     below = tables.belows[-1] if options.below is None else options.below
-    planner = _Planner(tables, below, has_attention, bits_factor)
+    planner = _Planner(tables, below, has_attention, bits_factor, level_shifts)
     if options.ratio is None and options.bits is None:
         return planner.plan(DEFAULT_KL if options.kl is None else options.kl)
     bits = _BITS_OF_WORD / options.ratio if options.ratio is not None else options.bits or 0.0
@@ -183,9 +189,17 @@ def plan_steps(
 
 
 class _Planner:
-    def __init__(self, tables: ProfileTables, below: int, has_attention: bool, bits_factor: float) -> None:
+    def __init__(
+        self,
+        tables: ProfileTables,
+        below: int,
+        has_attention: bool = False,
+        bits_factor: float = 1.0,
+        level_shifts: npt.NDArray[np.float64] | None = None,
+    ) -> None:
         self._below, self._has_attention = below, has_attention
-        self._bits_factor = _BITS_FACTORS[below] * bits_factor
+        self._bits_factor = bits_factor
+        self._level_shifts = level_shifts
         self._sides = [[tables.get_side(layer, part, below) for part in PARTS] for layer in range(len(tables.layers))]
         self.num_elements = sum(side.elements for sides in self._sides for side in sides)
         self._sensitivities = np.array([[side.sensitivity for side in sides] for sides in self._sides])
@@ -196,20 +210,64 @@ class _Planner:
         total = kl / LOSS_FACTORS[self._below] / (ATTENTION_LOSS_FACTOR if self._has_attention else 1.0)
         shares = np.full(self._sensitivities.shape, 1 / self._sensitivities.size)
         steps = np.sqrt(total * shares / self._sensitivities)
+        profile_bits = bits = self._compute_bits(steps, np.zeros(len(steps)))
+        if self._level_shifts is not None:
+            bits = self._compute_bits(steps, self._level_shifts)
         return StepPlan(
             self._below,
             steps,
             kl * shares,
-            self._bits_factor * self._compute_bits(steps),
+            profile_bits,
+            self._bits_factor * bits,
             all(side.is_measured for sides in self._sides for side in sides),
         )
 
-    def _compute_bits(self, steps: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        bits = np.empty(steps.shape)
-        for index in np.ndindex(steps.shape):
-            levels = self._sides[index[0]][index[1]].levels - round(LEVELS_PER_DOUBLING * math.log2(steps[index]))
-            bits[index] = self._bits_by_level[np.clip(levels, 0, len(self._bits_by_level) - 1)].sum()
-        return bits
+    def _compute_bits(
+        self, steps: npt.NDArray[np.float64], level_shifts: npt.NDArray[np.float64]
+    ) -> npt.NDArray[np.float64]:
+        return np.array(
+            [
+                [self.compute_side_bits(layer, side, steps[layer, side], shift) for side in range(len(PARTS))]
+                for layer, shift in enumerate(level_shifts.tolist())
+            ]
+        )
+
+    def compute_side_bits(self, layer: int, side: int, step: float, shift: float) -> float:
+        """Return the bits of a token of K or V of a layer, whose coefficients are `shift` levels larger."""
+        levels = self._sides[layer][side].levels - round(LEVELS_PER_DOUBLING * math.log2(step))
+        table = self._bits_by_level
+        if shift:
+            bits = np.interp(levels + shift, np.arange(len(table)), table)
+        else:
+            bits = table[np.clip(levels, 0, len(table) - 1)]
+        return _BITS_FACTORS[self._below] * float(bits.sum())
+
+
+def fit_level_shifts(
+    tables: ProfileTables, plan: StepPlan, bits_by_layer: Mapping[int, float]
+) -> npt.NDArray[np.float64]:
+    """Return by how many levels coefficients are larger than those of a profile's texts: float64 ``[layer]``.
+
+    Bits do not follow the steps in proportion: at large steps few coefficients take any.
+
+    Parameters
+    ----------
+    tables, plan
+        What the streams were made by.
+    bits_by_layer
+        Bits of a token in the streams of the layers that the text has; others get the median shift of these.
+    """
+    planner, shifts = _Planner(tables, plan.below), np.full(len(plan.steps), np.nan)
+    for layer, bits in bits_by_layer.items():
+        low, high = -_MAX_LEVEL_SHIFT, _MAX_LEVEL_SHIFT
+        for _ in range(_SEARCH_STEPS):
+            middle = (low + high) / 2
+            predicted = sum(
+                planner.compute_side_bits(layer, side, plan.steps[layer, side], middle) for side in range(len(PARTS))
+            )
+            low, high = (low, middle) if predicted > bits else (middle, high)
+        shifts[layer] = high
+    return np.where(np.isnan(shifts), np.nanmedian(shifts), shifts)
 
 
 def measure_bits_factor(

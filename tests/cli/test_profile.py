@@ -699,7 +699,7 @@ def test_transform_exact_tokens_come_on_top_of_a_ratio(run, work, tmp_path) -> N
 def test_ratio_that_exact_tokens_alone_do_not_explain_is_noted(run, work, tmp_path, setting, has_both) -> None:
     codec = f"transform:{work / 'p.kvmp'},{setting}"
     notes = json.loads(run("encode", work / "kv", "-o", tmp_path / "s/", "--codec", codec, "--json").out)["notes"]
-    texts = ", and steps are chosen by the bits of the first layers alone" if has_both else ""
+    texts = ", and the profile is of other texts" if has_both else ""
     assert any(note.endswith(f"tokens are exact and come on top{texts}") for note in notes), notes
 
 

@@ -19,7 +19,7 @@ from kvmnn.arrays import LayerCache
 from kvmnn.calibration.maker import build_linear_tables, build_transform_tables
 from kvmnn.dense import RopeConfig
 from kvmnn.errors import KvmnnError, OptionError
-from kvmnn.formats.layer_streams.codecs import LayerStreamOptions
+from kvmnn.formats.layer_streams.codecs import CacheEncoder, LayerStreamOptions
 from kvmnn.formats.layer_streams.document import LAYERS_NAME, LayerCodec
 from kvmnn.formats.layer_streams.reader import inspect_layers, restore_layers, verify_layers
 from kvmnn.formats.layer_streams.writer import encode_layers, measure_errors, measure_layers
@@ -381,6 +381,32 @@ def save_unlike(folder: Path, *, is_measured: bool) -> tuple[Path, list[LayerCac
         for layer in transform_samples.create_caches(5, 200, geometries)
     ]
     return folder / "p.kvmp", layers
+
+
+def test_encode_layers_of_upper_layers_unlike_the_profile_comes_near_a_ratio(tmp_path: Path) -> None:
+    """Steps are chosen by the first layers, and once more by all of them where these miss the size."""
+    geometries = transform_samples.create_geometries(10, 2, 8, 8, RopeConfig(10000.0, 8))
+    transform_samples.create_profile(geometries).write(tmp_path / "p.kvmp")
+    layers = [
+        LayerCache(layer=cache.layer, keys=cache.keys * scale, values=cache.values * scale)
+        for cache in transform_samples.create_caches(5, 300, geometries)
+        for scale in [np.float16(1 if cache.layer < 4 else 3)]
+    ]
+    source = kvmnn.open(save_folder(tmp_path / "cache", layers))
+    options = LayerStreamOptions(codec="transform", profile=str(tmp_path / "p.kvmp"), settings={"ratio": 6.0})
+    first = CacheEncoder(Profile.read(tmp_path / "p.kvmp"), options)
+    first_bytes = sum(len(layer.stream) for layer in first.encode(layers))
+    result = encode_layers(source, tmp_path / "streams", options)
+    ratios = source.nbytes / first_bytes, result.ratio
+    assert first.size_change > 1.5 and abs(ratios[1] - 6) < 0.3 * abs(ratios[0] - 6), ratios
+    assert measure_layers(source, options).stored_bytes == result.stored_bytes
+    assert verify_layers(str(tmp_path / "streams"), source).ok
+    assert sorted(path.name for path in (tmp_path / "streams").iterdir()) == sorted(
+        [LAYERS_NAME, *(entry.file for entry in result.layers)]
+    )
+    second = first.create_second_try()
+    assert second is not None and list(second.encode(layers)) and second.is_nearer_than(first)
+    assert second.create_second_try() is None
 
 
 def test_encode_layers_of_random_numbers_predicts_no_loss_in_any_verb(tmp_path: Path) -> None:

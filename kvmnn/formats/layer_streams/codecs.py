@@ -20,15 +20,23 @@ from ...linear import decode_layers as decode_linear_layers
 from ...linear import encode_layers as encode_linear_layers
 from ...linear.header import LinearHeader, read_header
 from ...profiles import Profile
-from ...transform import StepPlan, TransformOptions, choose_layer_exponents, get_tables, measure_bits_factor, plan_steps
+from ...transform import (
+    StepPlan,
+    TransformOptions,
+    choose_layer_exponents,
+    fit_level_shifts,
+    get_tables,
+    measure_bits_factor,
+    plan_steps,
+)
 from ...transform import decode_layer as decode_transform_layer
 from ...transform import encode_layer as encode_transform_layer
-from ...transform.steps import is_loss_doubtful
+from ...transform.steps import is_loss_doubtful, is_size_missed
 from ..npy import MAX_NPY_HEADER_BYTES, NpyHeader
 from .document import LayerCodec
 
 _NUM_LOWER_LAYERS = 2
-NUM_SAMPLE_LAYERS, _MAX_TRIALS = 4, 4
+_NUM_SAMPLE_LAYERS, _MAX_TRIALS = 4, 4
 """Layers that are encoded first where a size is asked for, to see how many bits the text takes, and how many times. By
 a profile of prose, source code had a ratio of 6.3 for 8 without that, and prose 8.0 to 8.8."""
 _MAX_SIZE_ERROR = 0.04
@@ -108,18 +116,44 @@ class CacheEncoder:
     bits_factor : float or None
         After the last layer: bits of lossy streams, without exact tokens, over those that the profile predicts for the
         same steps, where they are so many that its losses do not hold; None otherwise.
+    size_change : float
+        After the last layer, where a size was asked for: bits of lossy streams over those that their steps were chosen
+        for, without exact tokens.
     has_sensitivities : bool
         Whether the profile predicts losses.
     unused_reason : str or None
         After the last layer: why decoding needs no profile (`explain_unused_profile`).
     """
 
-    def __init__(self, profile: Profile, options: LayerStreamOptions) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        options: LayerStreamOptions,
+        *,
+        level_shifts: npt.NDArray[np.float64] | None = None,
+    ) -> None:
         self._profile, self._options = profile, options
+        # Of all layers, from another encoder (`create_second_try`); None takes a sample.
+        self._level_shifts = level_shifts
+        self._next_shifts: npt.NDArray[np.float64] | None = None
+        self.size_change = 1.0
         self.predicted_kl: float | None = None
         self.bits_factor: float | None = None
         self.has_sensitivities = False
         self.unused_reason: str | None = None
+
+    def create_second_try(self) -> CacheEncoder | None:
+        """Return an encoder whose steps are chosen by the bits of all layers; None if a size is near, or not asked for.
+
+        For use after the last layer, once: it encodes the same layers again, and may or may not come nearer.
+        """
+        if self._next_shifts is None or not is_size_missed(self.size_change, 1.0):
+            return None
+        return CacheEncoder(self._profile, self._options, level_shifts=self._next_shifts)
+
+    def is_nearer_than(self, other: CacheEncoder) -> bool:
+        """Return whether the size is nearer to what was asked for than that of another encoder."""
+        return abs(math.log(self.size_change)) < abs(math.log(other.size_change))
 
     def encode(self, layers: Iterable[LayerCache]) -> Iterator[EncodedLayer]:
         """Yield the stream of each layer."""
@@ -144,13 +178,14 @@ class CacheEncoder:
         options, tables = TransformOptions(**self._options.settings), get_tables(self._profile)
         iterator = iter(layers)
         has_size = options.ratio is not None or options.bits is not None
-        sample = list(itertools.islice(iterator, NUM_SAMPLE_LAYERS if has_size else 1))
+        needs_sample = has_size and self._level_shifts is None
+        sample = list(itertools.islice(iterator, _NUM_SAMPLE_LAYERS if needs_sample else 1))
         if not sample:
             return
         tokens, has_attention = sample[0].tokens, self._options.attention is not None
-        plan = plan_steps(tables, options, tokens, has_attention)
+        plan = plan_steps(tables, options, tokens, has_attention, level_shifts=self._level_shifts)
         num_exact, factor = min(options.first + options.recent, tokens), 1.0
-        if has_size:
+        if needs_sample:
             too_low, too_high = 0.0, 0.0
             for _ in range(_MAX_TRIALS):
                 streams = [encoded.stream for encoded in self._encode_by_plan(sample, options, plan)]
@@ -166,14 +201,18 @@ class CacheEncoder:
         self.predicted_kl = plan.kl if plan.is_measured else None
         if options.first + options.recent >= tokens:
             self.predicted_kl = 0.0  # every token is exact
-        layers_seen, num_coded_bits, predicted_bits = [], 0.0, 0.0
+        bits_by_layer: dict[int, float] = {}
         for encoded in self._encode_by_plan(itertools.chain(sample, iterator), options, plan):
-            layer = encoded.decoded
-            layers_seen.append(layer.layer)
-            num_coded_bits += 8 * (len(encoded.stream) - layer.nbytes / layer.tokens * num_exact)
-            predicted_bits += float(plan.bits[layer.layer].sum()) / factor * (layer.tokens - num_exact)
+            bits_by_layer[encoded.decoded.layer] = _compute_token_bits(encoded, num_exact)
             yield encoded
-        bits_factor = num_coded_bits / predicted_bits if predicted_bits > 0 else 1.0
+        layers_seen, total_bits = list(bits_by_layer), sum(bits_by_layer.values())
+        predicted_bits = float(plan.profile_bits[layers_seen].sum())
+        has_coded_tokens = num_exact < tokens
+        bits_factor = total_bits / predicted_bits if predicted_bits > 0 and has_coded_tokens else 1.0
+        if has_size and has_coded_tokens and total_bits > 0:
+            self.size_change = total_bits / float(plan.bits[layers_seen].sum())
+            if needs_sample:
+                self._next_shifts = fit_level_shifts(tables, plan, bits_by_layer)
         if is_loss_doubtful(bits_factor, tokens):
             self.bits_factor, self.predicted_kl = bits_factor, None
         if self.predicted_kl:  # of the layers that there are: headers of streams have a loss each
@@ -192,6 +231,13 @@ class CacheEncoder:
             )
             lower.append(encoding.decoded)
             yield EncodedLayer(encoding.data, encoding.decoded)
+
+
+def _compute_token_bits(encoded: EncodedLayer, num_exact: int) -> float:
+    """Return the bits that a token takes in a stream, without exact tokens."""
+    layer = encoded.decoded
+    coded_bytes = len(encoded.stream) - layer.nbytes / layer.tokens * num_exact
+    return 8 * coded_bytes / max(layer.tokens - num_exact, 1)
 
 
 def read_attention(path: str | os.PathLike[str]) -> npt.NDArray[Any]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,13 +33,13 @@ from ...arrays.source import (
 )
 from ...dtypes import Elements
 from ...errors import KvmnnError, OptionError, OutputError
-from ...files.atomic import DirectoryOutput, refuse_input_folder
+from ...files.atomic import DirectoryOutput, StagedFile, refuse_input_folder, wrap_os_errors
 from ...files.schema import Record, json_key
 from ...profiles import Profile, describe_few_tokens
 from ...transform import MAX_KL, TransformOptions
 from ...transform.steps import is_size_missed
 from ..sidecars import read_positions_by_layer
-from .codecs import NUM_SAMPLE_LAYERS, CacheEncoder, LayerStreamOptions, decode_cache
+from .codecs import CacheEncoder, LayerStreamOptions, decode_cache
 from .document import (
     ADAPTED_NAME,
     LAYERS_NAME,
@@ -322,7 +323,7 @@ def encode_layers(
     with DirectoryOutput(output, force=force, exclude=inputs, index=LAYERS_NAME) as directory:
         if adapted is not None:
             directory.open_file(ADAPTED_NAME).write(adapted.to_bytes())
-        entries = list(_encode(reader, encoder, profile, options, directory, progress))
+        entries, encoder = _encode_to_size(reader, encoder, profile, options, directory, progress)
         document = LayerStreamsDocument(
             codec=options.codec,
             profile_key=profile.key.hex(),
@@ -368,7 +369,7 @@ def measure_layers(
     options = replace(options, verify=True)
     profile = Profile.read(options.profile)
     reader, encoder = LayerReader(source), CacheEncoder(profile, options)
-    entries = list(_encode(reader, encoder, profile, options, None, progress))
+    entries, encoder = _encode_to_size(reader, encoder, profile, options, None, progress)
     document = LayerStreamsDocument(
         codec=options.codec,
         profile_key=profile.key.hex(),
@@ -425,16 +426,11 @@ def _list_notes(
     ratio = document.ratio * 2 / itemsize  # over fp16, as the target is
     if target is None or not is_size_missed(ratio, target):
         return notes
-    unlike = "the profile is of other texts"
-    if len(document.layers) > NUM_SAMPLE_LAYERS:
-        unlike = "steps are chosen by the bits of the first layers alone"
-    reason = unlike
+    reason = unlike = "the profile is of other texts"
     num_exact = min(options.first + options.recent, document.tokens)
-    if ratio > target:
-        reason = "the first layers, by which steps are chosen, take more bits than the others"
-    elif kl is not None and kl > 0.99 * MAX_KL:
+    if ratio <= target and kl is not None and kl > 0.99 * MAX_KL:
         reason = "no larger loss is possible"
-    elif num_exact * target > _MAX_EXACT_SHARE * document.tokens:
+    elif ratio <= target and num_exact * target > _MAX_EXACT_SHARE * document.tokens:
         reason = f"{num_exact:,} of {document.tokens:,} tokens are exact and come on top"
         share = num_exact / document.tokens  # as large as they are, the others should have reached the target
         if is_size_missed(ratio, 1 / ((1 - share) / target + share * itemsize / 2)):
@@ -511,15 +507,62 @@ class LayerReader:
         return elements.transpose(1, 0, 2) if entry.token_major else elements
 
 
-def _encode(
+def _encode_to_size(
     reader: LayerReader,
     encoder: CacheEncoder,
     profile: Profile,
     options: LayerStreamOptions,
     directory: DirectoryOutput | None,
     progress: Progress | None,
+) -> tuple[list[LayerStreamEntry], CacheEncoder]:
+    """Write the stream of each layer if there is a directory; where a size is missed, try once more.
+
+    Return the entries, and the encoder that made them.
+    """
+    files: list[StagedFile] = []
+
+    def write_file(name: str, stream: bytes) -> None:
+        if directory is not None:
+            files.append(directory.open_file(name))
+            files[-1].write(stream)
+            files[-1].close()
+
+    entries = list(_encode(reader, encoder, profile, options, write_file, progress))
+    second_encoder = encoder.create_second_try()
+    if second_encoder is None:
+        return entries, encoder
+    if directory is None:
+        second_entries = list(_encode(reader, second_encoder, profile, options, lambda name, stream: None, None))
+        return (second_entries, second_encoder) if second_encoder.is_nearer_than(encoder) else (entries, encoder)
+    target = directory.target
+    with wrap_os_errors(target):
+        second_file = tempfile.TemporaryFile(dir=directory.staging_folder)  # noqa: SIM115
+
+    def append(_: str, stream: bytes) -> None:
+        with wrap_os_errors(target):
+            second_file.write(stream)
+
+    with second_file:
+        second_entries = list(_encode(reader, second_encoder, profile, options, append, None))
+        if not second_encoder.is_nearer_than(encoder):
+            return entries, encoder
+        second_file.seek(0)
+        for file, entry in zip(files, second_entries, strict=True):
+            file.rewrite()
+            file.write(second_file.read(entry.nbytes))
+            file.close()
+    return second_entries, second_encoder
+
+
+def _encode(
+    reader: LayerReader,
+    encoder: CacheEncoder,
+    profile: Profile,
+    options: LayerStreamOptions,
+    write: Callable[[str, bytes], None],
+    progress: Progress | None,
 ) -> Iterator[LayerStreamEntry]:
-    """Write the stream of each layer if there is a directory, and yield its entry."""
+    """Write the stream of each layer, by its file's name, and yield its entry."""
     if options.attention is not None and reader.is_rerotated:
         raise OptionError("attention is of positions in the text, and K was rotated to others (--rerotate)")
     pending: list[tuple[LayerCache, list[LayerStreamArray]]] = []
@@ -536,10 +579,7 @@ def _encode(
         if decoded is not None:
             _require_equal(result, next(decoded))
         file_name = f"layer_{cache.layer}{_STREAM_SUFFIX[options.codec]}"
-        if directory is not None:
-            file = directory.open_file(file_name)
-            file.write(stream)
-            file.close()
+        write(file_name, stream)
         yield LayerStreamEntry(
             layer=cache.layer,
             file=file_name,

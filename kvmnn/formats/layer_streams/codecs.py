@@ -151,9 +151,9 @@ class CacheEncoder:
             return None
         return CacheEncoder(self._profile, self._options, level_shifts=self._next_shifts)
 
-    def is_nearer_than(self, other: CacheEncoder) -> bool:
+    def is_nearer_than(self, rival: CacheEncoder) -> bool:
         """Return whether the size is nearer to what was asked for than that of another encoder."""
-        return abs(math.log(self.size_change)) < abs(math.log(other.size_change))
+        return abs(math.log(self.size_change)) < abs(math.log(rival.size_change))
 
     def encode(self, layers: Iterable[LayerCache]) -> Iterator[EncodedLayer]:
         """Yield the stream of each layer."""

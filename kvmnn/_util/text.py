@@ -185,6 +185,22 @@ def format_range(numbers: Sequence[int]) -> str:
     return f"{numbers[0]:,}" if len(numbers) == 1 else f"{numbers[0]:,} to {numbers[-1]:,}"
 
 
+def group_consecutive(numbers: Sequence[int]) -> list[list[int]]:
+    """Group numbers into runs of consecutive ones."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return runs
+
+
+def format_layers(layers: Sequence[int]) -> str:
+    """Return numbers of layers in words: ``"layers 0 to 4, 6"``."""
+    return f"layer{'s' if len(layers) > 1 else ''} {', '.join(format_range(run) for run in group_consecutive(layers))}"
+
+
 _HASH_PATTERN = re.compile(r"\b[0-9a-f]{32,}\b")
 _HASH_DIGIT_COUNTS = (16, 32)
 

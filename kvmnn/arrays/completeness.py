@@ -14,11 +14,11 @@ from dataclasses import field, replace
 from typing import Any, Final, Literal, get_args
 
 from .._util.dataclass import dataclass
-from .._util.text import pluralize
-from ..dtypes import Part
+from .._util.text import format_layers, pluralize
+from ..dtypes import PARTS, Part
 from ..errors import SourceError
 from ..files.schema import JsonReader, Record, json_key, parse_document
-from .naming import parse_conventional_name
+from .naming import LayerName, parse_conventional_name, parse_layer_name
 
 StateKind = Literal["full", "window", "linear", "recurrent", "shared", "cross", "index", "unknown"]
 STATE_KINDS: Final[tuple[StateKind, ...]] = get_args(StateKind)
@@ -242,6 +242,54 @@ def _parse_layer_parts(names: Iterable[str]) -> set[tuple[int, Part]]:
         for parsed_name in map(parse_conventional_name, names)
         if parsed_name is not None
     }
+
+
+def infer_completeness(names: Collection[str]) -> Completeness | None:
+    """Return what the names of arrays show to be missing; None if they show nothing.
+
+    That is a layer between others, K or V of a layer where others have both, and tokens before or between the segments
+    of a KV dump. A model may have layers without K and V there: with those a cache is not its whole state either. No
+    name shows that the last layers are missing.
+    """
+    if len(names) > 2 * _MAX_LISTED_NAMES:
+        return None
+    groups: dict[str, list[LayerName]] = {}
+    for entry in map(parse_layer_name, names):
+        if entry is not None:
+            groups.setdefault(entry.cache, []).append(entry)
+    sentences = [
+        f"{cache}: {sentence}" if cache and len(groups) > 1 else sentence
+        for cache, entries in groups.items()
+        for sentence in _list_gaps(entries)
+    ]
+    return Completeness(other_missing=tuple(sentences)) if sentences else None
+
+
+def _list_gaps(entries: Sequence[LayerName]) -> list[str]:
+    """Return a sentence for each kind of gap in the arrays of one cache."""
+    layers = sorted({entry.layer for entry in entries})
+    absent = sorted(set(range(layers[0], layers[-1])) - set(layers)) if layers[-1] <= _MAX_LAYERS else []
+    sentences = []
+    if absent:
+        verb = "is" if len(absent) == 1 else "are"
+        sentences.append(f"{format_layers(absent)} {verb} missing before layer {layers[-1]}")
+    layers_by_part = {part: {entry.layer for entry in entries if entry.part == part} for part in PARTS}
+    keys, values = layers_by_part["key"], layers_by_part["value"]
+    if keys & values:
+        for text, one_part_layers in (("K and no V", keys - values), ("V and no K", values - keys)):
+            if one_part_layers:
+                verb = "has" if len(one_part_layers) == 1 else "have"
+                sentences.append(f"{format_layers(sorted(one_part_layers))} {verb} {text}")
+    layers_by_gap: dict[tuple[int, int], list[int]] = {}
+    position_by_layer = dict.fromkeys(layers, 0)
+    for (start, end), layer in sorted((entry.tokens, entry.layer) for entry in entries if entry.tokens is not None):
+        if start > position_by_layer[layer]:
+            layers_by_gap.setdefault((position_by_layer[layer], start), []).append(layer)
+        position_by_layer[layer] = max(position_by_layer[layer], end)
+    for (start, end), gap_layers in sorted(layers_by_gap.items()):
+        verb = "lacks" if len(gap_layers) == 1 else "lack"
+        sentences.append(f"{format_layers(gap_layers)} {verb} {pluralize(end - start, 'token')} before token {end:,}")
+    return sentences
 
 
 def merge_completeness(inputs: Sequence[tuple[str, Completeness | None]]) -> Completeness | None:

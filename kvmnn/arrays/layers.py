@@ -12,7 +12,7 @@ from functools import partial
 from typing import Final, Literal, get_args
 
 from .._util.dataclass import dataclass
-from .._util.text import format_range, pluralize
+from .._util.text import format_range, group_consecutive, pluralize
 from ..dtypes import PARTS, Part
 from ..errors import KvmnnError, MissingOptionError, OptionError, SourceError
 from .array import Chunk, LazyArray, rechunk, to_c_contiguous
@@ -366,17 +366,6 @@ def _format_layers_have(numbers: Sequence[int]) -> str:
     runs = group_consecutive(numbers)
     run_text = ", ".join(map(format_range, runs[:_MAX_SHOWN_KINDS])) + (" ..." if len(runs) > _MAX_SHOWN_KINDS else "")
     return f"layer {run_text} has" if len(numbers) == 1 else f"layers {run_text} have"
-
-
-def group_consecutive(numbers: Sequence[int]) -> list[list[int]]:
-    """Group numbers into runs of consecutive ones."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return runs
 
 
 def format_array_name(layer: int, part: Part) -> str:

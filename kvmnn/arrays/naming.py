@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from pathlib import PurePath
 from typing import Literal, NamedTuple
 
@@ -90,6 +91,36 @@ def parse_conventional_name(name: str) -> ConventionalName | None:
             letter = groups.get("letter") or groups["part"][0]
             tokens = [int(groups[key]) for key in ("start", "end") if key in groups]
             return ConventionalName(PARTS[letter == "v"], int(groups["layer"]), order, *tokens)
+    return None
+
+
+class LayerName(NamedTuple):
+    """What a name states beyond doubt: the layer, and the cache and the part where it has them."""
+
+    #: What the name has before the layer: the same for all layers of a cache.
+    cache: str
+    layer: int
+    part: Part | None = None
+    #: Tokens of a segment of a KV dump; None for others.
+    tokens: tuple[int, int] | None = None
+
+
+_LAYER_WORD_NAME_REGEX = re.compile(r"(?<![A-Za-z])layers?[._/]?([0-9]{1,9})(?![0-9])", re.IGNORECASE)
+
+
+def parse_layer_name(name: str) -> LayerName | None:
+    """Parse a name of a template, or one with the word layer and a number; None for numbers that may be of anything."""
+    parsed_name = parse_conventional_name(name)
+    if parsed_name is not None:
+        tokens = None if parsed_name.end is None else (parsed_name.start, parsed_name.end)
+        folder = "" if tokens is None else name[: name.rindex("layer_")]
+        return LayerName(folder, parsed_name.layer, parsed_name.part, tokens)
+    if match := _INDEXED_NAME_REGEX.fullmatch(name):
+        return LayerName("", int(match["layer"]), PARTS[int(match["part"])])
+    if match := _LAYER_WORD_NAME_REGEX.search(name):
+        with suppress(SourceError):
+            return LayerName(name[: match.start()], int(match[1]), parse_part("", name)[0])
+        return LayerName(name[: match.start()], int(match[1]))
     return None
 
 

@@ -6,12 +6,11 @@ from collections.abc import Collection, Mapping
 
 import numpy as np
 
-from .._util.text import format_range, pluralize
+from .._util.text import format_layers, format_range, pluralize
 from ..dtypes import Positions
 from ..packed.cache_info import PositionRuns
 from .completeness import Completeness, describe_state, format_missing
 from .engine_cache import parse_layers, positions_to_runs
-from .layers import group_consecutive
 from .source import Source
 
 #: By layer, in the order of the arrays: int64 ``[token]``, or ``[kv_head, token]`` where heads hold different ones.
@@ -136,11 +135,6 @@ def describe_layer_states(
     is_plain = completeness.is_plain and len(groups) <= 1
     lines = [] if is_plain else [f"{format_layers(layers)}: {text}" for text, layers in groups.items()]
     return [*lines, *format_missing(completeness)]
-
-
-def format_layers(layers: list[int]) -> str:
-    """Return numbers of layers in words: ``"layers 0 to 4, 6"``."""
-    return f"layer{'s' if len(layers) > 1 else ''} {', '.join(format_range(run) for run in group_consecutive(layers))}"
 
 
 def _format_runs(runs: PositionRuns) -> str:

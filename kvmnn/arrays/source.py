@@ -12,7 +12,7 @@ from .._util.text import LOSSY, escape_control
 from ..packed import cache_info
 from ..packed.cache_info import CacheInfo
 from .array import LazyArray, LazyArrayList
-from .completeness import Completeness, load_completeness_json, merge_completeness
+from .completeness import Completeness, infer_completeness, load_completeness_json, merge_completeness
 from .engine_cache import EngineCacheInfo
 from .llama_transforms import Transform
 from .naming import check_name
@@ -212,13 +212,18 @@ def _merge_source_completeness(merged: Source, sources: Sequence[Source]) -> Com
     if text is not None:
         merged.metadata[COMPLETENESS_KEY] = text
         return parse_completeness(merged.metadata, merged, " ".join(merged.inputs))
-    return merge_completeness([(" ".join(source.inputs), source.completeness) for source in sources])
+    completeness = merge_completeness([(" ".join(source.inputs), source.completeness) for source in sources])
+    return infer_completeness(merged.names) if completeness is None else completeness
 
 
 def parse_completeness(metadata: dict[str, str], names: Iterable[str], where: str) -> Completeness | None:
-    """Parse the completeness of arrays of these names from metadata; None if there is none."""
+    """Parse the completeness of arrays of these names from metadata; without it, return what the names show."""
     text = metadata.get(COMPLETENESS_KEY)
-    return None if text is None else load_completeness_json(text, names, f"{where}: metadata {COMPLETENESS_KEY!r}")
+    return (
+        infer_completeness(tuple(names))
+        if text is None
+        else load_completeness_json(text, names, f"{where}: metadata {COMPLETENESS_KEY!r}")
+    )
 
 
 def check_source(source: object, alternative: str) -> None:

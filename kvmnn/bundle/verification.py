@@ -339,9 +339,10 @@ def verify_frame_set(
 
 
 def _select_less_complete(*completeness: Completeness | None) -> Completeness | None:
-    """Return the first that lacks state, else the first that is known: frames need not record what an original does."""
+    """Return the first that lacks state, else the first: frames need not record what an original does."""
+    # What only names show says less than a record of the layers.
     entries = [entry for entry in completeness if entry is not None]
-    return next((entry for entry in entries if not entry.is_complete), next(iter(entries), None))
+    return max(entries, key=lambda entry: (not entry.is_complete, bool(entry.layers)), default=None)
 
 
 def _describe_unstored_states(states: Sequence[OpaqueState]) -> list[str]:

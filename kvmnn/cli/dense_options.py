@@ -116,7 +116,8 @@ def _read_layer_ropes(arguments: argparse.Namespace, source: Source) -> dict[int
         return {}
     if "k-order" in (source.inverted_transforms or ()):
         rope_by_layer = {layer: rope and replace(rope, pairing="half") for layer, rope in rope_by_layer.items()}
-    present_layers = set(source.completeness.included_layers if source.completeness is not None else rope_by_layer)
+    states = source.completeness.layers if source.completeness is not None else ()
+    present_layers = {state.layer for state in states if state.included} if states else set(rope_by_layer)
     rope_by_layer = {layer: rope for layer, rope in rope_by_layer.items() if layer in present_layers}
     for line in [*notes, f"rotation of K: {_format_layer_ropes(rope_by_layer)}, as {arguments.model} says"]:
         console.print_note(arguments, line)
@@ -125,7 +126,7 @@ def _read_layer_ropes(arguments: argparse.Namespace, source: Source) -> dict[int
 
 def _format_layer_ropes(rope_by_layer: Mapping[int, RopeConfig | None]) -> str:
     """Format each rotation and its layers."""
-    from ..arrays.positions import format_layers
+    from .._util.text import format_layers
 
     groups: dict[str, list[int]] = {}
     for layer, rope in rope_by_layer.items():

@@ -197,6 +197,7 @@ def open(
     options = replace(options, engine=engine)
     if not isinstance(path, str | bytes | os.PathLike | MappedFile):
         source = _add_code_note(in_memory.read_in_memory(path, options))
+        engine_metadata.restore_completeness(source, " ".join(source.inputs))
         return _invert_requested(_validate_kv_heads(source, kv_heads), options)
     head = FileHead.from_stream(path) if isinstance(path, MappedFile) else FileHead.from_path(os.fsdecode(path))
     source = _read(head, options)
@@ -205,8 +206,7 @@ def open(
         drop_whole_file_metadata(source, path)
     if options.decode_frames and source.cache is None:
         source.cache = parse_cache_info(source.metadata, path)
-    if source.metadata:
-        engine_metadata.restore_metadata(source, path, is_subset=bool(options.tensors))
+    engine_metadata.restore_metadata(source, path, is_subset=bool(options.tensors))
     if options.axis_spec is not AXES_AS_STORED:
         source = apply_axis_spec(source, options.axis_spec, path)
     if options.max_bytes is not None and source.nbytes > options.max_bytes:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
-from .._util.text import pluralize
-from ..arrays.positions import format_layers
+from .._util.text import format_layers, pluralize
 from ..errors import KvmnnError
 from ..files.schema import Record
 from .geometry import LayerGeometry

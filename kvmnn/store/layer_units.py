@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .._util.parallel import parallel_map, resolve_threads
+from .._util.text import format_layers
 from ..arrays.layer_cache import LayerCache
-from ..arrays.positions import format_layers
 from ..dtypes import Bytes
 from ..errors import KvmnnError, OptionError
 from ..formats.layer_streams.codecs import decode_cache, find_largest_below

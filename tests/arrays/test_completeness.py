@@ -6,6 +6,7 @@ from kvmnn.arrays.completeness import (
     Completeness,
     IncompleteCacheError,
     LayerStateInfo,
+    infer_completeness,
     parse_completeness_node,
     require_complete,
 )
@@ -79,3 +80,38 @@ def test_completeness_malformed_document_is_refused(key: str, value: object) -> 
     written["layers"][0][key] = value
     with pytest.raises(ManifestError):
         parse_completeness_node(parse_document(json.dumps(written), "x"))
+
+
+PAIRS = [f"layer_{layer}.{part}" for layer in (0, 1, 3) for part in ("key", "value")]
+
+
+@pytest.mark.parametrize(
+    ("names", "sentences"),
+    [
+        (PAIRS, ["layer 2 is missing before layer 3"]),
+        (PAIRS[:3], ["layer 1 has K and no V"]),
+        (["0.0", "0.1", "4.1"], ["layers 1 to 3 are missing before layer 4", "layer 4 has V and no K"]),
+        ([f"model.layers.{layer}.self_attn.attn" for layer in (3, 5)], ["layer 4 is missing before layer 5"]),
+        (["r/layer_0/k_t0_16", "r/layer_0/k_t20_21"], ["layer 0 lacks 4 tokens before token 20"]),
+        (["layer_0_v_t16_17", "layer_1_v_t16_17"], ["layers 0 to 1 lack 16 tokens before token 16"]),
+        (["a/layer_0/k_t0_1", "b/layer_0/k_t0_1", "b/layer_2/k_t0_1"], ["b/: layer 1 is missing before layer 2"]),
+    ],
+)
+def test_infer_completeness_names_gaps(names: list[str], sentences: list[str]) -> None:
+    completeness = infer_completeness(names)
+    assert completeness is not None and completeness.missing == sentences
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        PAIRS[:4],
+        [name for name in PAIRS[:4] if name.endswith("key")],  # latent attention
+        ["k", "v"],
+        ["k_100", "k_300", "prompt_1.key"],  # numbers of anything
+        ["a/layer_0/k_t0_16", "a/layer_0/k_t16_17", "b/layer_1/k_t0_16"],
+        ["layer_3.key", "layer_999999999.key"],
+    ],
+)
+def test_infer_completeness_is_silent_without_gaps(names: list[str]) -> None:
+    assert infer_completeness(names) is None

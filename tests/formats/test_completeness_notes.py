@@ -283,7 +283,8 @@ def test_verify_against_names_state_that_was_not_compared() -> None:
     """Frames of arrays contain no other state, and may come from a file that does not record what is missing."""
     source = part()
     kvmnn.bundle.encode_source(replace(source, completeness=None), "b/")
-    assert verify_frame_set(open_frames("b")).completeness is None
+    shown = verify_frame_set(open_frames("b")).completeness
+    assert shown is not None and shown.missing == ["layers 1 to 2 are missing before layer 3"]
     source.states = [make_state(1, "conv_states", bytes(60)), make_state(2, "conv_states", bytes(40))]
     result = verify_frame_set(open_frames("b"), source)
     assert result.completeness == source.completeness
@@ -298,3 +299,33 @@ def test_inspect_lists_layer_kinds(run: Run) -> None:
     lines = [line.strip() for line in run("inspect", "a.safetensors").out.splitlines()]
     assert "layers 0, 3: full attention" in lines
     assert "layers 1 to 2: a window of 8 tokens, not included" in lines
+
+
+def test_inspect_and_encode_say_gaps_that_put_refuses(tmp_path: Path, run: Run) -> None:
+    """Layer 2 of a folder is missing, as after an interrupted copy: LOSSLESS is said of these arrays."""
+    line = "incomplete: layer 2 is missing before layer 3"
+    Path("a").mkdir()
+    for layer in (0, 1, 3):
+        for part in ("key", "value"):
+            np.save(f"a/layer_{layer}.{part}.npy", np.ones((2, 20, 16), np.float16))
+    Path("ids.json").write_text(json.dumps(list(range(20))))
+    assert line in run("inspect", "a").out
+    for verb in (
+        ("encode", "a", "-o", "b/"),
+        ("verify", "b"),
+        ("decode", "b", "-o", "c.npz"),
+        ("encode", *map(str, sorted(Path("a").iterdir())), "-o", "d/"),
+    ):
+        out = run(*verb).out
+        assert "LOSSLESS" in out and line in out, verb
+    for path in ("a", "b", "c.npz"):
+        said = run("store", "put", "s/", path, "--token-ids", "ids.json", "--fingerprint", "m", code=1)
+        assert "a part of the state: layer 2 is missing before layer 3" in said.err
+
+
+def test_open_pairs_by_layer_number_with_a_hole_is_incomplete() -> None:
+    pair = (np.ones((1, 2, 20, 16), np.float16),) * 2
+    source = kvmnn.open(dict.fromkeys((0, 1, 3), pair))
+    assert source.completeness is not None and source.completeness.included_layers == (0, 1, 3)
+    kvmnn.bundle.encode_source(source, "b/")
+    assert kvmnn.open("b").completeness == source.completeness and source.completeness.missing

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from ..._util.text import pluralize, shorten_names
+from ..._util.text import format_layers, pluralize, shorten_names
 from ..._util.validation import repr_short
 from .. import (
     break_even_options,
@@ -83,7 +83,6 @@ def _check_num_layers(arguments: argparse.Namespace) -> None:
 
     What was put first settles the layers of a model: after a cache without its last one all others would be refused.
     """
-    from ...arrays.positions import format_layers
     from ...errors import KvmnnError
     from ...formats.mnn.model import read_model_geometry
 

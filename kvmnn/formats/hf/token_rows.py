@@ -212,7 +212,10 @@ def describe_states(cache: TransformersCache, rows: CacheRows) -> Completeness:
             layer=other_layer.number, kind=other_layer.kind, included=False, location=location
         )
     return Completeness(
-        layers=tuple(states[layer_number] for layer_number in sorted(states)),
+        layers=tuple(
+            states.get(number) or LayerStateInfo(layer=number, kind="unknown", included=False)
+            for number in range(max(states) + 1)  # a dict by layer number may have holes
+        ),
         evicted=rows.eviction_reason,
         other_missing=tuple(_list_further_states(cache, len(states))),
     )

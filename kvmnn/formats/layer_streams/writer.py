@@ -16,11 +16,10 @@ import numpy as np
 
 from ... import dtypes
 from ..._util.parallel import Progress
-from ..._util.text import LOSSY, format_rate, pluralize
+from ..._util.text import LOSSY, format_layers, format_rate, pluralize
 from ...arrays.engine_metadata import dump_metadata
 from ...arrays.layer_cache import LayerCache
 from ...arrays.layers import LayerArray, collect_layers, format_array_name, format_input_prefix
-from ...arrays.positions import format_layers
 from ...arrays.source import (
     DEQUANTIZED_KEY,
     LOSSY_KEY,

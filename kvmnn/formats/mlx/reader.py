@@ -304,8 +304,24 @@ def capture(file: MappedFile, options: ReadOptions) -> Source:
     unused_bytes = {_make_array_name(states, tensor.name): n for tensor, n in _iter_unused_bytes(layers) if n}
     source = passthrough.capture(file, FORMAT_NAME, regions, None, unused_bytes_by_array=unused_bytes)
     completeness = describe_states(states, layers)
-    source.completeness = Completeness(layers=tuple(replace(state, included=True) for state in completeness.layers))
+    absent = [layer for layer in range(len(states.class_names)) if not _has_tensors(states, layer)]
+    source.completeness = Completeness(
+        layers=tuple(
+            replace(state, included=False, location="without its K or V in the file")
+            if state.layer in absent
+            else replace(state, included=True)
+            for state in completeness.layers
+        )
+    )
     return source
+
+
+def _has_tensors(states: PromptCacheStates, layer_number: int) -> bool:
+    """Return whether the file has K and V of a layer, if its class has any."""
+    find_id = states.header.tensors.find_id
+    return not has_keys_and_values(states, layer_number) or all(
+        any(find_id(f"{layer_number}.{index}{suffix}") is not None for suffix in ("", ".0")) for index in (0, 1)
+    )
 
 
 def _make_region(file: MappedFile, states: PromptCacheStates, tensor: TensorEntry) -> Region:

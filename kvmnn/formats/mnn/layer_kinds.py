@@ -16,10 +16,9 @@ from typing import Final
 
 import numpy as np
 
-from ..._util.text import pluralize
+from ..._util.text import format_layers, pluralize
 from ...arrays.completeness import Completeness, LayerStateInfo, StateKind
 from ...arrays.opaque_state import OpaqueState
-from ...arrays.positions import format_layers
 from ...dtypes import Part
 from ...errors import OptionError, SourceError
 from ...files.mapped_file import MappedFile

@@ -178,3 +178,27 @@ def test_mlx_chunk_size_changes_no_byte(tmp_path: Path) -> None:
         for limit in (4, 12, 100, 256, 1000, 5000):
             pieces = [piece.tobytes() for piece in array.iter_chunks(limit)]
             assert b"".join(pieces) == np.ascontiguousarray(expected["layer_1.value"]).tobytes()
+
+
+@pytest.mark.parametrize("bits", [0, 4])
+@pytest.mark.parametrize("new", [True, False])
+def test_capture_marks_a_layer_without_its_tensors_as_missing(tmp_path: Path, new: bool, bits: int) -> None:
+    """The file lists a class for each layer: one without V is no whole cache, though all bytes of it are kept."""
+    data, _ = mlx_files.cache(Random(4), Shape(layers=3, bits=bits, new=new))
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    begins = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
+    kept = {name: span for name, span in begins.items() if not name.startswith("1.1")}
+    tensors = {
+        name: (header[name]["dtype"], header[name]["shape"], data[8 + size + begin : 8 + size + end])
+        for name, (begin, end) in kept.items()
+    }
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(mlx_files.safetensors(Random(4), tensors, header["__metadata__"]))
+    source = kvmnn.open(path, ReadOptions(engine=EngineOptions(passthrough=True)))
+    kvmnn.bundle.encode_source(source, tmp_path / "b")
+    for completeness in (source.completeness, kvmnn.bundle.open_frames(tmp_path / "b").completeness):
+        assert completeness is not None and completeness.included_layers == (0, 2)
+        assert completeness.missing == [
+            "1 of 3 layers has state of an unknown kind and is without its K or V in the file"
+        ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
@@ -127,6 +127,8 @@ class StepPlan:
     bits: npt.NDArray[np.float64]
     #: Whether losses rest on measured sensitivities.
     is_measured: bool
+    #: Bits of such a token in all layers that were asked for; None for a loss. No loss may be large enough for so few.
+    max_token_bits: float | None = None
 
     @property
     def kl(self) -> float:
@@ -185,7 +187,7 @@ def plan_steps(
     for _ in range(_SEARCH_STEPS):
         middle = (low + high) / 2
         low, high = (middle, high) if planner.plan(math.exp(middle)).token_bits > budget else (low, middle)
-    return planner.plan(min(math.exp(high), MAX_KL))
+    return replace(planner.plan(min(math.exp(high), MAX_KL)), max_token_bits=budget)
 
 
 class _Planner:

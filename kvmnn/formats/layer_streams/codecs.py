@@ -117,8 +117,7 @@ class CacheEncoder:
         After the last layer: bits of lossy streams, without exact tokens, over those that the profile predicts for the
         same steps, where they are so many that its losses do not hold; None otherwise.
     size_change : float
-        After the last layer, where a size was asked for: bits of lossy streams over those that their steps were chosen
-        for, without exact tokens.
+        After the last layer, where a size was asked for: bits of lossy streams over those, without exact tokens.
     has_sensitivities : bool
         Whether the profile predicts losses.
     unused_reason : str or None
@@ -209,8 +208,9 @@ class CacheEncoder:
         predicted_bits = float(plan.profile_bits[layers_seen].sum())
         has_coded_tokens = num_exact < tokens
         bits_factor = total_bits / predicted_bits if predicted_bits > 0 and has_coded_tokens else 1.0
-        if has_size and has_coded_tokens and total_bits > 0:
-            self.size_change = total_bits / float(plan.bits[layers_seen].sum())
+        if plan.max_token_bits is not None and has_coded_tokens and total_bits > 0:
+            share = float(plan.bits[layers_seen].sum()) / plan.token_bits
+            self.size_change = total_bits / (share * plan.max_token_bits)
             if needs_sample:
                 self._next_shifts = fit_level_shifts(tables, plan, bits_by_layer)
         if is_loss_doubtful(bits_factor, tokens):

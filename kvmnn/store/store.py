@@ -504,6 +504,9 @@ class PrefixStore:
             older_loss = self._backend.get_loss(namespace)
             if not (loss or older_loss):
                 return False, ""
+            if self.is_lossy:  # every unit has losses then, by the put itself
+                losses, _ = self._sequences.read_losses(ids[:known_tokens], namespace)
+                return losses.is_rounded, older_loss
             sequence = self._sequences.make_sequence(namespace, ids)
             prefix_match = self._backend.find_prefix(sequence).take_prefix(known_tokens, sequence.block_tokens)
             return self._backend.has_losses(prefix_match), older_loss
@@ -518,7 +521,7 @@ class PrefixStore:
         lost_more = [sentence for sentence in older_loss.split("; ") if sentence and sentence not in loss.split("; ")]
         return (
             f"{stay_text}, and some K and V of this model and precision had lost then what these have not: "
-            f"{'; '.join(lost_more)} (store rm of the text, then put)"
+            f"{'; '.join(lost_more)} (store rm of all texts that begin so, then put)"
             if lost_more
             else ""
         )

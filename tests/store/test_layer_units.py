@@ -599,6 +599,24 @@ def test_windows_of_a_model_leave_the_other_layers_alone(tmp_path: Path) -> None
     assert measure_error(prefix.layers[2:], CACHES[2:]) < 0.2
 
 
+@pytest.mark.parametrize("engine", ["directory", "memory"])
+def test_put_names_the_loss_of_units_alone_that_had_it_before_the_put(
+    new_url: Callable[[str], str], engine: str
+) -> None:
+    cast_ids, loss = [3, *IDS[:199]], "rounded by a cast"
+    layers = [take(cache, 200) for cache in CACHES]
+    with PrefixStore(new_url(engine), codec="transform", profile=PROFILE, codec_options={"kl": 0.02}) as store:
+        store.put(cast_ids, layers, model=MODEL, loss=loss)
+        for _ in range(2):
+            assert store.put(IDS[:200], layers, model=MODEL).notes == ()
+        (note,) = store.put(IDS[:200], layers, model=MODEL, loss=loss).notes
+        assert (
+            note == f"200 tokens stay as they were stored before, and have not lost what these K and V had lost: {loss}"
+        )
+        (note,) = store.put(cast_ids, layers, model=MODEL).notes
+        assert f"what these have not: {loss} (store rm of all texts that begin so, then put)" in note
+
+
 def test_turns_of_a_chat_share_lossy_units(tmp_path: Path) -> None:
     with PrefixStore(tmp_path / "s", codec="transform", profile=PROFILE, codec_options={"kl": 0.02}) as store:
         for tokens in itertools.accumulate([100, 64, 1, 300]):

@@ -65,16 +65,17 @@ class SequenceStore:
         """Return a sequence with the keys of its blocks."""
         return namespace.make_sequence(ids, self._backend.block_tokens)
 
-    def list_namespaces(self, model: str, dtype: str | None = None) -> list[Namespace]:
-        """Return the namespaces of a model, in one precision or in all."""
-        validate_model(model)
+    def list_namespaces(self, model: str | None, dtype: str | None = None) -> list[Namespace]:
+        """Return the namespaces of a model or (None) of all, in one precision or in all."""
+        if model is not None:
+            validate_model(model)
         if dtype not in (None, *DTYPES):
             raise OptionError(f"dtype is {repr_short(dtype)}: expected one of {', '.join(DTYPES)}")
         return [
             namespace
             for namespace in self._backend.list_namespaces()
             if namespace.tenant == self._backend.tenant
-            and namespace.model == model
+            and model in (None, namespace.model)
             and dtype in (None, namespace.dtype)
         ]
 
@@ -360,7 +361,7 @@ class SequenceStore:
         """Find the stored prefix of a sequence in its own namespace."""
         return self._find_stored_part(self.make_sequence(text.namespace, text.ids), text.namespace)
 
-    def find_complete(self, ids: Ids, model: str, dtype: str | None) -> list[tuple[Namespace, StoredPart]]:
+    def find_complete(self, ids: Ids, model: str | None, dtype: str | None) -> list[tuple[Namespace, StoredPart]]:
         """Return the namespaces that contain a whole sequence, in the order of their first puts."""
         parts = [
             (namespace, self._find_stored_part(self.make_sequence(namespace, ids), namespace))
@@ -368,9 +369,10 @@ class SequenceStore:
         ]
         max_stored_tokens = max((stored_part.tokens for _, stored_part in parts), default=0)
         if max_stored_tokens < ids.size:
+            under_text = "" if model is None else " under this model"
             raise KvmnnError(
-                f"{self._backend.label}: holds {max_stored_tokens:,} tokens of this text of {ids.size:,} under this "
-                f"model{self._name_stored_text(ids[:max_stored_tokens], [namespace for namespace, _ in parts])}"
+                f"{self._backend.label}: holds {max_stored_tokens:,} tokens of this text of {ids.size:,}{under_text}"
+                f"{self._name_stored_text(ids[:max_stored_tokens], [namespace for namespace, _ in parts])}"
             )
         return [(namespace, stored_part) for namespace, stored_part in parts if stored_part.tokens == ids.size]
 

@@ -729,8 +729,17 @@ class PrefixStore:
             tokens=ids.size, pinned=True, was_pinned=not any(are_new), dtypes=dtypes, is_lossy=self.is_lossy
         )
 
-    def unpin(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> PinResult:
-        """Remove the pin of a sequence, in one precision or in all.
+    def unpin(self, token_ids: TokenIds, *, model: str | None, dtype: str | None = None) -> PinResult:
+        """Remove the pin of a sequence, in one precision or in all, whether it is still stored or not.
+
+        Parameters
+        ----------
+        token_ids
+            As for `put`.
+        model
+            As for `put`; None for every model under which it is pinned.
+        dtype
+            As for `pin`.
 
         Raises
         ------
@@ -809,7 +818,7 @@ class PrefixStore:
 
         return self._with_retry(delete)
 
-    def resolve(self, reference: str, *, partial: bool = False) -> StoredText:
+    def resolve(self, reference: str, *, partial: bool = False, lost: bool = False) -> StoredText:
         """Return the sequence that a label or a handle names.
 
         Parameters
@@ -818,6 +827,8 @@ class PrefixStore:
             A label of `put`, or the first letters of a key, four at least, as `ls` shows them.
         partial
             Also return a labelled sequence of which only a beginning is left, for `get`, `match` and `unpin`.
+        lost
+            Also return a labelled sequence of which nothing is left, for `unpin`.
 
         Raises
         ------
@@ -838,7 +849,7 @@ class PrefixStore:
                 named += by_key
             cut_texts = [] if texts else named
             texts, cut_texts = (list({text.key: text for text in group}.values()) for group in (texts, cut_texts))
-            if partial and len(cut_texts) == 1 and self._sequences.find_in_namespace(cut_texts[0]).tokens:
+            if len(cut_texts) == 1 and (lost or (partial and self._sequences.find_in_namespace(cut_texts[0]).tokens)):
                 texts = cut_texts
             return texts, cut_texts
 

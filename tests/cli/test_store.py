@@ -748,6 +748,25 @@ def test_store_get_into_a_folder_has_its_token_ids_and_none_of_before(here: Path
 
 
 @pytest.mark.parametrize("is_remote", [False, True], ids=["directory", "url"])
+@pytest.mark.parametrize("name", ["label", "ids", "ids next to another model"])
+def test_store_unpin_of_a_text_that_is_gone(here: Path, run, name: str, is_remote: bool) -> None:
+    store = f"file://{here}/S" if is_remote else "S"
+    ids = ("--token-ids", "long.json")
+    run("store", "put", store, "long.npz", *ids, "--fingerprint", "m", "--label", "story")
+    run("store", "pin", store, "story")
+    for path in [path for path in Path("S/units").rglob("*") if path.is_file()]:
+        path.unlink()
+    run("store", "verify", store, code=1)
+    if "next to" in name:
+        run("store", "put", store, "other.npz", "--token-ids", "other.json", "--fingerprint", "n")
+    assert "  1 pinned" in run("store", "stat", store).out
+    assert "50 tokens: unpinned" in run("store", "unpin", store, *(("story",) if name == "label" else ids)).out
+    assert "  0 pinned" in run("store", "stat", store).out
+    error = run("store", "unpin", store, *ids, code=1).err
+    assert "holds 0 tokens of this text of 50 (kvmnn store ls" in error
+
+
+@pytest.mark.parametrize("is_remote", [False, True], ids=["directory", "url"])
 def test_store_of_casts_says_lossy_of_what_it_returns(here: Path, run, is_remote: bool) -> None:
     """Whatever process gets it; exact texts of another precision stay LOSSLESS; the mark goes with the last unit."""
     store = f"file://{here}/S" if is_remote else "S"

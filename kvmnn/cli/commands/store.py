@@ -490,14 +490,17 @@ def _run_remove(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Comm
     return cleanup_result, 0
 
 
-def _make_sequence_action(name: str) -> Any:
-    """Make an action that calls the store's method `name` with a sequence."""
+def _run_pin(store: PrefixStore, arguments: argparse.Namespace) -> tuple[CommandResult, int]:
+    return store.pin(_load_ids(arguments), model=_choose_model(store, arguments), dtype=arguments.dtype), 0
 
-    def run_action(store: PrefixStore, arguments: argparse.Namespace) -> tuple[CommandResult, int]:
-        call = getattr(store, name)
-        return call(_load_ids(arguments), model=_choose_model(store, arguments), dtype=arguments.dtype), 0
 
-    return run_action
+def _run_unpin(store: PrefixStore, arguments: argparse.Namespace) -> tuple[CommandResult, int]:
+    """Unpin a text that may be gone, with all others of its model: then no stored model is that of the pin."""
+    ids = _load_ids(arguments)
+    model: str | None = build_fingerprint(arguments)
+    if arguments.resolved is not None or (model is None and len(store.models) > 1):
+        model = _choose_model(store, arguments)
+    return store.unpin(ids, model=model, dtype=arguments.dtype), 0
 
 
 def _run_export(store: PrefixStore, arguments: argparse.Namespace) -> tuple[CommandResult, int]:
@@ -597,8 +600,8 @@ STORE_ACTIONS: dict[str, Any] = {
     "verify": _run_verify,
     "gc": _run_gc,
     "rm": _run_remove,
-    "pin": _make_sequence_action("pin"),
-    "unpin": _make_sequence_action("unpin"),
+    "pin": _run_pin,
+    "unpin": _run_unpin,
     "export": _run_export,
     "import": _run_import,
     "serve-metrics": _run_serve_metrics,
@@ -991,7 +994,9 @@ def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
             try:
                 if takes_reference and arguments.inputs:
                     takes_part = arguments.action in _PART_ACTIONS
-                    arguments.resolved = store.resolve(arguments.inputs[0], partial=takes_part)
+                    arguments.resolved = store.resolve(
+                        arguments.inputs[0], partial=takes_part, lost=arguments.action == "unpin"
+                    )
                     dtype = arguments.resolved.namespace.dtype
                     if arguments.dtype not in (None, dtype):
                         raise UsageError(

@@ -12,8 +12,9 @@ from typing import Final, Literal
 from ... import dtypes
 from ..._util.packages import get_version
 from ..._util.text import LOSSLESS, LOSSY, compute_ratio
+from ...arrays.completeness import Completeness
 from ...arrays.naming import find_name_error
-from ...arrays.source import DEQUANTIZED_KEY, list_losses, qualify_label
+from ...arrays.source import DEQUANTIZED_KEY, list_losses, parse_completeness, qualify_label
 from ...dtypes import PARTS, Part
 from ...errors import MissingFileError
 from ...files.schema import JsonReader, Record, parse_document, read_bounded
@@ -118,6 +119,12 @@ class LayerStreamsDocument(Record):
     def is_dequantized(self) -> bool:
         """Return whether the elements stand for MNN's int8 codes, which the streams lack."""
         return DEQUANTIZED_KEY in self.metadata
+
+    @property
+    def completeness(self) -> Completeness | None:
+        """Return how much of the model's state the streams contain; None where nothing records it."""
+        names = [array.name for entry in self.layers for array in entry.arrays]
+        return parse_completeness(self.metadata, names, LAYERS_NAME)
 
     def get_label(self, *, is_proved: bool) -> str | None:
         """Return ``LOSSY``, ``LOSSLESS`` where that was proved, else None; of LOSSY K and V see `qualify_label`."""

@@ -18,6 +18,7 @@ import numpy as np
 from ..._util.parallel import Progress
 from ..._util.text import LOSSY, compute_ratio, escape_control, format_rate, pluralize
 from ...arrays.array import Chunk, LazyArray, rechunk
+from ...arrays.completeness import Completeness, format_missing
 from ...arrays.layer_cache import LayerCache
 from ...arrays.layers import collect_layers
 from ...arrays.source import LOSSY_KEY, Source, is_rounded_by_codec, join_losses, list_losses
@@ -47,6 +48,7 @@ from .writer import (
     compare_words,
     describe_absent_layers,
     describe_document,
+    describe_document_scope,
     describe_layer,
     describe_losses,
     describe_unstored_bytes,
@@ -304,7 +306,12 @@ def restore_layers(
         unknown_properties=describe_document(streams.document)[-1]
         if streams.document.is_lossy or streams.document.is_dequantized
         else "",
-        notes=(*losses, *list_lost_information(source, output), *list_stale_files(output, files, source.metadata)),
+        notes=(
+            *losses,
+            *format_missing(streams.document.completeness),
+            *list_lost_information(source, output),
+            *list_stale_files(output, files, source.metadata),
+        ),
     )
 
 
@@ -344,6 +351,12 @@ class LayerStreamsInfo(Record):
         return self.difference is None
 
     @property
+    @json_key(omit=True)
+    def completeness(self) -> Completeness | None:
+        """Return how much of the model's state the streams contain; None where nothing records it."""
+        return self.document.completeness
+
+    @property
     @json_key(after="input")
     def label(self) -> str | None:
         """Return ``LOSSY``; ``LOSSLESS``, or ``LOSSLESS copy of LOSSY K and V``, if proved; ``DIFFERS``; or None."""
@@ -355,10 +368,11 @@ class LayerStreamsInfo(Record):
         document = self.document
         if self.difference is not None:
             return f"{self.input}: DIFFERS: {self.difference}"
+        scope = describe_document_scope(document)
         proof = {
             None: "",
-            "sha256": f", {self.label} (decoded, sha256 of {LAYERS_NAME})",
-            "bytes": f", {self.label} ({self.compared} compared with the original)",
+            "sha256": f", {self.label}{scope} (decoded, sha256 of {LAYERS_NAME})",
+            "bytes": f", {self.label}{scope} ({self.compared} compared with the original)",
         }[self.proof]
         if document.is_lossy and self.proof is not None:
             claim = f"decodes to what {LAYERS_NAME} says, bit by bit"
@@ -366,7 +380,7 @@ class LayerStreamsInfo(Record):
                 claim = (
                     f"decodes to what {LAYERS_NAME} says; largest and relative errors of each layer are those it says"
                 )
-            proof = f", {LOSSY} ({claim})"
+            proof = f", {LOSSY}{scope} ({claim})"
         codec = ", ".join(
             [document.codec, *(f"{name}={_format_value(value)}" for name, value in document.options.items())]
         )

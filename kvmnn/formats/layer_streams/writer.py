@@ -17,6 +17,7 @@ import numpy as np
 from ... import dtypes
 from ..._util.parallel import Progress
 from ..._util.text import LOSSY, format_layers, format_rate, pluralize
+from ...arrays.completeness import Completeness, describe_scope, format_missing
 from ...arrays.engine_metadata import dump_metadata
 from ...arrays.layer_cache import LayerCache
 from ...arrays.layers import LayerArray, collect_layers, format_array_name, format_input_prefix
@@ -64,7 +65,7 @@ class MeasureLayersResult(Record):
 
     json_keys = (
         "label codec raw_bytes stored_bytes model_profile_bytes ratio predicted_kl tokens seconds profile options "
-        "notes layers"
+        "notes completeness layers"
     )
 
     document: LayerStreamsDocument = field(metadata={"json": False})
@@ -126,6 +127,12 @@ class MeasureLayersResult(Record):
         return self.document.options
 
     @property
+    @json_key(omit=True)
+    def completeness(self) -> Completeness | None:
+        """Return how much of the model's state the streams contain; None where nothing records it."""
+        return self.document.completeness
+
+    @property
     @json_key("layers")
     def layers(self) -> tuple[LayerStreamEntry, ...]:
         """Return the stream of each layer."""
@@ -136,7 +143,8 @@ class MeasureLayersResult(Record):
         proof = "all streams decoded, errors measured" if self.document.is_lossy else "all streams decoded and compared"
         proof = f"live elements, {proof}" if self.is_packed else proof
         lines += [
-            f"total: {self.raw_bytes:,} -> {self.stored_bytes:,} bytes, ratio {self.ratio:.4f}, {self.label} ({proof})",
+            f"total: {self.raw_bytes:,} -> {self.stored_bytes:,} bytes, ratio {self.ratio:.4f}, "
+            f"{self.label}{describe_document_scope(self.document)} ({proof})",
             *describe_document(
                 self.document, model_profile_bytes=self.model_profile_bytes, unused_reason=self.unused_reason
             ),
@@ -151,7 +159,7 @@ class EncodeLayersResult(MeasureLayersResult):
 
     json_keys = (
         "output label codec raw_bytes stored_bytes profile_bytes document_bytes model_profile_bytes ratio predicted_kl "
-        "tokens seconds profile notes layers"
+        "tokens seconds profile notes completeness layers"
     )
 
     output: str
@@ -173,10 +181,11 @@ class EncodeLayersResult(MeasureLayersResult):
         if self.is_verified:
             proof = "decoded, with the errors in layers.json" if self.document.is_lossy else "decoded and compared"
         proof = f"live elements, {proof}" if self.is_packed else proof
+        scope = describe_document_scope(self.document)
         lines.append(
             f"{self.output}: {self.raw_bytes:,} -> {self.stored_bytes:,} bytes, ratio {self.ratio:.4f}, "
             f"{pluralize(len(self.layers), 'layer stream')}, "
-            f"{f'{self.label} ({proof})' if self.label else proof}{format_rate(self.raw_bytes, self.seconds)}"
+            f"{f'{self.label}{scope} ({proof})' if self.label else proof}{format_rate(self.raw_bytes, self.seconds)}"
         )
         contents = describe_document(
             self.document,
@@ -186,6 +195,11 @@ class EncodeLayersResult(MeasureLayersResult):
         )
         lines += [f"  {line}" for line in dict.fromkeys([*contents, *self.notes])]
         return "\n".join(lines)
+
+
+def describe_document_scope(document: LayerStreamsDocument) -> str:
+    """Return the words after LOSSLESS where the streams contain a part of the model's state, else none."""
+    return describe_scope(2 * len(document.layers)) if format_missing(document.completeness) else ""
 
 
 def describe_layer(entry: LayerStreamEntry) -> str:
@@ -223,7 +237,7 @@ def describe_document(
         )
     if document_bytes is not None:
         line += f"; {LAYERS_NAME}: {document_bytes:,} bytes, not counted"
-    return [line, *describe_losses(document)]
+    return [line, *format_missing(document.completeness), *describe_losses(document)]
 
 
 def describe_absent_layers(profile: Profile, document: LayerStreamsDocument) -> tuple[str, ...]:

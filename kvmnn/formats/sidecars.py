@@ -11,12 +11,12 @@ from typing import Final
 import numpy as np
 
 from .._util.dataclass import dataclass
-from .._util.text import LOSSY, format_range, pluralize
+from .._util.text import LOSSY, format_layers, format_range, pluralize
 from ..arrays.completeness import MAX_COMPLETENESS_BYTES as MAX_COMPLETENESS_BYTES
 from ..arrays.completeness import Completeness, dump_completeness_json
 from ..arrays.layers import collect_layers
 from ..arrays.naming import parse_conventional_name
-from ..arrays.positions import PositionMap, format_layers, read_token_positions
+from ..arrays.positions import PositionMap, read_token_positions
 from ..arrays.source import CAST_TEXT, COMPLETENESS_KEY, LOSSY_KEY, SIDECAR_KEY, Source
 from ..bundle.passthrough import MAX_SIDECAR_BYTES, POSITIONS_NAME, SIDECAR_NAMES, dump_sidecars, parse_sidecars
 from ..dtypes import Part, Positions

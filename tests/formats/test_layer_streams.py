@@ -16,6 +16,7 @@ import transform_samples
 
 import kvmnn
 from kvmnn.arrays import LayerCache
+from kvmnn.arrays.completeness import Completeness, LayerStateInfo
 from kvmnn.calibration.maker import build_linear_tables, build_transform_tables
 from kvmnn.dense import RopeConfig
 from kvmnn.errors import KvmnnError, OptionError
@@ -23,6 +24,7 @@ from kvmnn.formats.layer_streams.codecs import CacheEncoder, LayerStreamOptions
 from kvmnn.formats.layer_streams.document import LAYERS_NAME, LayerCodec
 from kvmnn.formats.layer_streams.reader import inspect_layers, restore_layers, verify_layers
 from kvmnn.formats.layer_streams.writer import encode_layers, measure_errors, measure_layers
+from kvmnn.formats.options import ReadOptions
 from kvmnn.profiles import LayerGeometry, Profile, ProfileInfo, Statistics
 
 ROPE = RopeConfig(10000.0, 8)
@@ -89,6 +91,25 @@ def test_layer_streams_give_the_same_files(tmp_path: Path, profile: Path, settin
         assert (tmp_path / "back" / path.name).read_bytes() == path.read_bytes()
     assert verify_layers(str(tmp_path / "streams")).label == "LOSSLESS"
     assert verify_layers(str(tmp_path / "streams"), kvmnn.open(cache)).proof == "bytes"
+
+
+@pytest.mark.parametrize("codec", ["profile", "transform"])
+def test_layer_streams_say_which_state_is_missing(tmp_path: Path, profile: Path, codec: LayerCodec) -> None:
+    source, folder = kvmnn.open(save_folder(tmp_path / "cache", make_cache(200, 2))), str(tmp_path / "streams")
+    missing = "200 of 300 tokens that the model has seen are stored, and nothing tells which"
+    states = tuple(LayerStateInfo(layer=layer) for layer in range(LAYERS))
+    source.completeness = Completeness(layers=states, evicted=missing)
+    settings = {"bits": 4.0} if codec == "transform" else {}
+    result = encode_layers(source, folder, LayerStreamOptions(codec=codec, profile=str(profile), settings=settings))
+    verified = verify_layers(folder, source, profile=profile)
+    hashed = verify_layers(folder, profile=profile)
+    for shown in (result, verified, hashed):
+        assert f"{shown.label} for these arrays (" in str(shown) and f"  incomplete: {missing}" in str(shown)
+        assert shown.to_dict()["completeness"]["missing"] == [missing]
+    assert f"  incomplete: {missing}" in str(inspect_layers(folder))
+    restored = restore_layers(folder, str(tmp_path / "back"), ReadOptions(profile=str(profile)))
+    assert f"incomplete: {missing}" in restored.notes
+    assert kvmnn.open(tmp_path / "back").completeness.missing == [missing]
 
 
 def test_layer_streams_are_smaller_with_lower_layers(tmp_path: Path, profile: Path) -> None:

@@ -17,6 +17,7 @@ from ..profiles import Profile, ProfileInfo, describe_few_tokens
 from ..quantization import create_codec
 from ..quantization.transform_codec import TransformCodec
 from ..reports.records import NOT_CUT, UNCUT_LABEL, ResultRow
+from ..reports.series import has_equal_cuts, select_divergences
 from ..reports.table import NO_EVICTION_MARK, PARTLY_EVICTED_MARK
 from ..reports.tables import format_min_max
 from ..transform.steps import is_size_missed
@@ -265,23 +266,27 @@ def _describe_target_divergences(rows: Sequence[ResultRow]) -> Iterator[str]:
 def _describe_target_divergences_behind_policies(rows: Sequence[ResultRow]) -> Iterator[str]:
     """Say what codecs behind policies were asked for, and the divergence with and without them: it does not add up."""
     plain = {_get_policy_key(row): row for row in rows if row.codec is None and row.cut_divergence is not None}
-    labels_by_target: dict[float, list[str]] = {}
+    pairs_by_target: dict[float, list[tuple[ResultRow, ResultRow | None]]] = {}
     for row in rows:
         codec = create_codec(row.codec) if row.codec is not None and row.policy != FULL_POLICY else None
         target = codec.target_kl if isinstance(codec, TransformCodec) else None
         if target is None or row.cut_divergence is None:
             continue
-        uncoded = plain.get(_get_policy_key(row))
-        without = (
-            "" if uncoded is None or uncoded.cut_divergence is None else f" ({uncoded.cut_divergence.kl:.2g} without)"
-        )
-        label = f"{row.label} {row.cut_divergence.kl:.2g}{without}"
-        labels_by_target.setdefault(target, []).append(label)
-    for target, labels in labels_by_target.items():
-        advice = "" if all(label.endswith("without)") for label in labels) else " (--quant none adds rows without it)"
+        pairs_by_target.setdefault(target, []).append((row, plain.get(_get_policy_key(row))))
+    for target, pairs in pairs_by_target.items():
+        compared_rows = [row for pair in pairs for row in pair if row is not None]
+        divergences = zip(compared_rows, select_divergences(compared_rows), strict=True)
+        kl_by_row = {id(row): f"{divergence.kl:.2g}" for row, divergence in divergences if divergence is not None}
+        texts = [
+            f"{row.label} {kl_by_row.get(id(row), '-')}"
+            + ("" if uncoded is None else f" ({kl_by_row.get(id(uncoded), '-')} without)")
+            for row, uncoded in pairs
+        ]
+        advice = "" if all(uncoded for _, uncoded in pairs) else " (--quant none adds rows without it)"
+        scope = "" if has_equal_cuts(compared_rows) else ", over all scored tokens, as those after the cuts differ"
         yield (
-            f"KL of {target:g} nats was asked for of the codec; behind policies what they cost is in it{advice}: "
-            f"{'; '.join(labels)}."
+            f"KL of {target:g} nats was asked for of the codec; behind policies what they cost is in it{advice}"
+            f"{scope}: {'; '.join(texts)}."
         )
 
 

@@ -59,6 +59,7 @@ _RC_SETTINGS: dict[str, Any] = {
     "ytick.color": MUTED_COLOUR,
     "figure.facecolor": "white",
     "text.parse_math": False,
+    "text.hinting": "none",  # else letters of PNG are wider than their outlines, by which captions are wrapped
     "svg.hashsalt": "kvmnn",
     "svg.fonttype": "none",  # text stays text, to be searched and set in the fonts of a paper
     "pdf.fonttype": 42,  # TrueType: journals refuse Type 3

@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 from ..policies.policy import FullCache
 from ..policies.registry import MODEL_POLICIES, POLICIES
 from .plot_style import make_line_style
-from .records import DocumentTrace, EvaluationResultsProtocol, ResultRow
+from .records import DivergenceStats, DocumentTrace, EvaluationResultsProtocol, ResultRow
 
 _SIZE_OPTIONS = ("budget", "keep_ratio")
 
@@ -73,6 +73,26 @@ def select_best_rows(rows: Sequence[ResultRow]) -> list[ResultRow]:
         (row for row in rivals if not any(_is_beaten_by(row, rival) for rival in rivals)),
         key=lambda row: to_float_or_nan(row.bytes_per_token),
     )
+
+
+def has_equal_cuts(rows: Sequence[ResultRow]) -> bool:
+    """Return whether all rows were scored after a cut over the same tokens: as many of every text."""
+    counts = {
+        (row.cut_divergence.tokens, *(text.cut_divergence and text.cut_divergence.tokens for text in row.documents))
+        for row in rows
+        if row.cut_divergence is not None
+    }
+    return len(counts) < 2
+
+
+def select_divergences(rows: Sequence[ResultRow]) -> list[DivergenceStats | None]:
+    """Return the divergence of each row that may be compared with those of all `rows`: over the same tokens.
+
+    It is that after the cut where `has_equal_cuts`, as that is not diluted by tokens before it; else that of all scored
+    tokens. None where a row has none.
+    """
+    is_after_cut = has_equal_cuts(rows)
+    return [row.cut_divergence if is_after_cut else row.divergence for row in rows]
 
 
 def describe_untried(rows: Sequence[ResultRow]) -> str:

@@ -369,6 +369,12 @@ def test_notes_codecs_with_policies_have_two_divergences() -> None:
         "KL of 0.001 nats was asked for of the codec; behind policies what they cost is in it: both 0.0061 (0.004 "
         "without)."
     )
+    whole = {kl: DivergenceStats(tokens=900, kl=kl, kl_p99=1.0, agreement=1.0) for kl in (0.001, 0.006)}
+    unequal = replace(coded, cut_divergence=replace(stats[0.0061], tokens=800), divergence=whole[0.006])
+    (note,) = (
+        line for line in said([replace(plain, divergence=whole[0.001]), unequal]) if "nats was asked for" in line
+    )
+    assert note.endswith("over all scored tokens, as those after the cuts differ: both 0.006 (0.001 without).")
     (note,) = (line for line in said([coded]) if "nats was asked for" in line)
     assert "what they cost is in it (--quant none adds rows without it): both 0.0061." in note
 

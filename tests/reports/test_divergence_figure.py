@@ -79,15 +79,43 @@ def test_kl_over_bytes_leaves_out_rows_that_did_nothing(monkeypatch: pytest.Monk
     assert "Left out" not in draw_caption(ROWS[:-1])
 
 
-def test_kl_over_bytes_with_unequal_token_counts_says_so() -> None:
-    few = DivergenceStats(tokens=4, kl=0.1, kl_p99=0.1, agreement=0.9)
-    assert "different tokens" not in draw_caption(ROWS)
-    assert "means over different tokens, 4 to 9 (scored after cut in the table): a codec rounds" in draw_caption(
-        [ROWS[0], replace(ROWS[1], cut_divergence=few), *ROWS[2:]]
+def with_counts(row, cut: int, cut_kl: float, kl: float):
+    """Change the row's divergences: `cut` of 900 tokens were scored after its first cut."""
+    after_cut = DivergenceStats(tokens=cut, kl=cut_kl, kl_p99=1.0, agreement=0.9)
+    return replace(row, cut_divergence=after_cut, divergence=replace(after_cut, tokens=900, kl=kl))
+
+
+def get_front_ys(axes) -> list[float]:
+    (rings,) = (line for line in axes.lines if line.get_markersize() == 11)
+    return list(rings.get_ydata())
+
+
+def test_kl_over_bytes_compares_rows_over_the_same_tokens() -> None:
+    late = with_counts(ROWS[1], 373, 0.04184, 0.02061)  # 500 bytes
+    early = with_counts(ROWS[3], 565, 0.03244, 0.02421)  # 266 bytes, and a lower mean over more tokens
+    with plot_style.use_style():
+        axes = kl_over_bytes(results([ROWS[0], late, early])).axes[0]
+    assert get_front_ys(axes) == [0.02421, 0.02061]  # both are on the front
+    assert axes.get_ylabel() == "KL divergence of all scored tokens (nats)"
+    assert "Divergence of all scored tokens, 0 before a row's first cut: the tokens after it" in draw_caption(
+        [ROWS[0], late, early]
     )
-    assert "different tokens, 4 to 9 (scored after cut in the table). Thin" in draw_caption(
-        [ROWS[0], replace(ROWS[1], cut_divergence=few), ROWS[2]]
-    )
+    with plot_style.use_style():
+        equal = kl_over_bytes(results([ROWS[0], late, with_counts(early, 373, 0.03244, 0.02421)])).axes[0]
+    assert get_front_ys(equal) == [0.03244]
+    assert equal.get_ylabel() == "KL divergence after the cut (nats)"
+    assert "Divergence of the tokens scored with an evicted or quantised cache." in draw_caption(ROWS)
+
+
+def test_kl_over_bytes_caption_is_inside_the_png() -> None:
+    name = "kivi:group=64,recent=64"
+    rows = [ROWS[0], with_counts(ROWS[1], 373, 0.04, 0.02), point(f"s + {name}", "streaming", 300.0, 0.1, codec=name)]
+    with plot_style.use_style():
+        figure = kl_over_bytes(results(rows))
+        figure.set_dpi(150)  # that of files
+        box = figure.texts[-1].get_window_extent()
+        ends = [plot_style.measure_text_inches(line, 7.5) for line in figure.texts[-1].get_text().split("\n")]
+    assert box.width == pytest.approx(150 * max(ends), rel=0.005) and box.x1 <= figure.bbox.width
 
 
 def test_kl_over_bytes_without_divergences_says_so() -> None:

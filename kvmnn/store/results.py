@@ -624,6 +624,8 @@ class StoreStats(Record):
     loss: str = field(default="", metadata={"omit": True})
     #: Lossy units whose steps went by attention; None for none that are lossy, and past this machine.
     attention_units: int | None = field(default=None, metadata={"omit": True})
+    #: Units of a directory that have no file any more; they count in the figures above until `verify` removes them.
+    lost_units: int = field(default=0, metadata={"omit": True})
     #: Whether the store is encrypted.
     is_encrypted: bool = field(default=False, metadata={"omit": True})
     #: What each namespace has; only if it was asked for.
@@ -648,6 +650,8 @@ class StoreStats(Record):
             f"  {self.pinned:,} pinned, {pluralize(self.sessions, 'session')}, codec {self.codec}, "
             f"policy {self.policy}",
         ]
+        if self.lost_units:
+            lines.append(f"  damaged: {pluralize(self.lost_units, 'unit')} of these without a file (store verify)")
         lines += ["  uses are those by processes with a limit alone (object store)"] if self.ignores_uses else []
         lines += [] if self.index_bytes is None else [f"  index of the whole store {self.index_bytes:,} bytes"]
         options_text = ", ".join(f"{name}={value:g}" for name, value in self.codec_options.items())

@@ -766,6 +766,23 @@ def test_store_unpin_of_a_text_that_is_gone(here: Path, run, name: str, is_remot
     assert "holds 0 tokens of this text of 50 (kvmnn store ls" in error
 
 
+def test_store_ls_and_stat_of_lost_files(here: Path, run) -> None:
+    """``ls`` counts the bytes that are there, ``stat`` says that it counts those of the index."""
+    for name in ("other", "long"):
+        run("store", "put", "S", f"{name}.npz", "--token-ids", f"{name}.json", "--fingerprint", "m")
+    first_path, second_path = sorted(Path("S/units").glob("*/*.unit"))
+    assert "without a file" not in run("store", "stat", "S").out
+    second_path.unlink()
+    text, lost_text = sorted(
+        json.loads(run("store", "ls", "S", "--json").out)["texts"], key=lambda text: text["tokens"]
+    )
+    assert (text["bytes"], lost_text["bytes"]) == (first_path.stat().st_size, 0)
+    assert f"2 texts, {text['bytes']:,} bytes in all\n" in run("store", "ls", "S").out
+    assert "\n  damaged: 1 unit of these without a file (store verify)\n" in run("store", "stat", "S").out
+    run("store", "verify", "S", code=1)
+    assert "without a file" not in run("store", "stat", "S").out
+
+
 @pytest.mark.parametrize("is_remote", [False, True], ids=["directory", "url"])
 def test_store_of_casts_says_lossy_of_what_it_returns(here: Path, run, is_remote: bool) -> None:
     """Whatever process gets it; exact texts of another precision stay LOSSLESS; the mark goes with the last unit."""

@@ -115,14 +115,9 @@ _IS_SEQUENCE_END_SQL = """(NOT EXISTS (SELECT 1 FROM block JOIN branch ON branch
 """True if no unit continues at the end of a unit; nothing can follow a partial block. If a state unit exists for the
 same end, it is listed instead."""
 
-_SEQUENCE_BYTES_SQL = """(WITH RECURSIVE path(id, up, bytes) AS (SELECT unit.id, unit.parent, unit.bytes
-    UNION SELECT before.id, before.parent, before.bytes FROM unit AS before JOIN path ON before.id = path.up)
-    SELECT sum(bytes) FROM path)"""
-"""Bytes of a unit and of all units before it. UNION visits each row once, so that a forged index with a circle ends."""
-
 _PATH_UNITS_SQL = """WITH RECURSIVE path(id, up) AS (SELECT id, parent FROM unit WHERE id = ?
     UNION SELECT before.id, before.parent FROM unit AS before JOIN path ON before.id = path.up) SELECT id FROM path"""
-"""A unit and all units before it."""
+"""A unit and all units before it. UNION visits each row once, so that a forged index with a circle ends."""
 
 _CONTRADICTION_QUERIES = (
     "unit LEFT JOIN branch ON branch.unit = unit.id WHERE branch.unit IS NULL",
@@ -147,7 +142,6 @@ class _TextRow(NamedTuple):
 
     namespace: Namespace
     tokens: int
-    nbytes: int
     pins: int
     uses_since: int
     unit: int
@@ -1050,6 +1044,7 @@ class DirectoryBackend:
                 f"WHERE {own} GROUP BY space.id",
             )
             by_space = [(self._parse_space(document), number) for document, number in rows]
+            own_units = cursor.list_numbers(f"SELECT id FROM unit WHERE {own}", ())
         headers = self._read_sampled_headers(_MAX_SAMPLED_UNITS)
         loss = join_losses(*(self.get_loss(namespace) for namespace, _ in by_space))
         # a record may be of a text that was removed since: all heads are looked at then, else the first and last
@@ -1073,6 +1068,7 @@ class DirectoryBackend:
             is_lossy=self.settings.is_lossy or any(header.is_lossy for header in headers),
             loss=(loss or UNREADABLE_LOSS) if is_rounded else "",
             attention_units=self._count_attention_units(own) if self.settings.is_lossy else None,
+            lost_units=len(self._list_lost_units(own_units)),
             asked_tokens=requested_tokens,
             found_tokens=hit_tokens,
         )
@@ -1112,7 +1108,9 @@ class DirectoryBackend:
         labels = {text.key.hex(): label for label, text in self.iter_labels()}
         with self.index.begin_reading() as cursor:
             rows = self._list_text_rows(cursor)
-            total = index_updates.read_total_bytes(cursor, self._list_space_ids(cursor))
+            spaces = ",".join(map(str, self._list_space_ids(cursor)))
+            query = f"SELECT id, bytes FROM unit WHERE space IN ({spaces})"
+            nbytes_by_unit = dict(cursor.iter_rows(tuple[int, int], query))
             loss_by_unit: dict[int, bool] = {}
 
             def read_flag(unit: int) -> bool:
@@ -1120,18 +1118,21 @@ class DirectoryBackend:
                     loss_by_unit[unit] = self._has_loss(unit)
                 return loss_by_unit[unit]
 
-            keys, last_ids, loss_flags = [], [], []
+            keys, last_ids, paths, loss_flags = [], [], [], []
             for row in rows:
                 text = self._read_pinned_sequence(cursor, row.unit, row.tokens, loss_by_unit)
                 keys.append("" if text is None else self._compute_sequence_key(text.namespace_key, text.ids).hex())
                 last_ids.append(self._read_last_ids(row.unit) if text is None else text.ids[-MAX_LAST_IDS:].tolist())
-                loss_flags.append(any(map(read_flag, cursor.list_numbers(_PATH_UNITS_SQL, (row.unit,)))))
+                paths.append(cursor.list_numbers(_PATH_UNITS_SQL, (row.unit,)))
+                loss_flags.append(any(map(read_flag, paths[-1])))
+        for unit in self._list_lost_units(nbytes_by_unit):
+            nbytes_by_unit[unit] = 0
         entries = (
             StoreEntry(
                 model=row.namespace.model,
                 dtype=row.namespace.dtype,
                 tokens=row.tokens,
-                bytes=row.nbytes,
+                bytes=sum(nbytes_by_unit.get(unit, 0) for unit in path),
                 pinned=row.pins > 0,
                 unused_for=row.uses_since,
                 is_complete=row.has_state or not row.namespace.needs_state,
@@ -1140,17 +1141,25 @@ class DirectoryBackend:
                 label=labels.get(key, ""),
                 is_lossy=self.settings.is_lossy or has_loss,
             )
-            for row, key, ids, has_loss in zip(rows, keys, last_ids, loss_flags, strict=True)
+            for row, key, ids, path, has_loss in zip(rows, keys, last_ids, paths, loss_flags, strict=True)
         )
-        return StoreListing(texts=tuple(entries), bytes=total)
+        return StoreListing(texts=tuple(entries), bytes=sum(nbytes_by_unit.values()))
+
+    def _list_lost_units(self, units: Iterable[int]) -> set[int]:
+        """Return which of these units of the index have no file."""
+        lost_units = set(units) - self.files.list_stored_units()
+        if lost_units:  # as opposed to those that another process has removed since the index was read
+            with self.index.begin_reading() as cursor:
+                lost_units.intersection_update(cursor.list_numbers("SELECT id FROM unit", ()))
+        return lost_units
 
     def _list_text_rows(self, cursor: ValidatingCursor) -> list[_TextRow]:
         """Return the rows of stored sequences, the most recently used first."""
         documents = cursor.iter_rows(tuple[int, str], "SELECT id, document FROM space")
         namespaces = {number: self._parse_space(document) for number, document in documents}
         rows = cursor.fetch_rows(
-            tuple[int, int, int, int, int, int, int],
-            f"SELECT space, start + tokens, {_SEQUENCE_BYTES_SQL}, pins, used, id, tokens = 0 FROM unit "
+            tuple[int, int, int, int, int, int],
+            "SELECT space, start + tokens, pins, used, id, tokens = 0 FROM unit "
             f"WHERE {_IS_SEQUENCE_END_SQL} ORDER BY used DESC, id DESC",
         )
         # the tick of the store counts what others do as well
@@ -1161,10 +1170,8 @@ class DirectoryBackend:
         if not {number for number, *_ in rows} <= namespaces.keys():
             raise InvalidRowError("a unit has a space that is not there")
         return [
-            _TextRow(
-                namespaces[number], tokens, nbytes, pins, len(ticks) - bisect_right(ticks, used), unit, bool(has_state)
-            )
-            for number, tokens, nbytes, pins, used, unit, has_state in rows
+            _TextRow(namespaces[number], tokens, pins, len(ticks) - bisect_right(ticks, used), unit, bool(has_state))
+            for number, tokens, pins, used, unit, has_state in rows
             if namespaces[number].tenant == self.tenant
         ]
 

@@ -153,6 +153,14 @@ class UnitFiles:
                 nbytes += file_bytes
         return nbytes
 
+    def list_stored_units(self) -> set[int]:
+        """Return the numbers of the units that have a file, by the names in their folders."""
+        units: set[int] = set()
+        for path in (self._folder / _UNITS_FOLDER).glob(f"*/*{UNIT_SUFFIX}"):
+            with suppress(ValueError):
+                units.add(int(path.stem, 16))
+        return units
+
     def iter_unknown_files(self, known_units: set[int]) -> Iterator[Path]:
         """Yield the unit files whose numbers are not in `known_units`."""
         for path in sorted((self._folder / _UNITS_FOLDER).glob(f"*/*{UNIT_SUFFIX}")):

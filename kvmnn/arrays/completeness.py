@@ -23,6 +23,7 @@ from .naming import LayerName, parse_conventional_name, parse_layer_name
 StateKind = Literal["full", "window", "linear", "recurrent", "shared", "cross", "index", "unknown"]
 STATE_KINDS: Final[tuple[StateKind, ...]] = get_args(StateKind)
 
+_MAX_NUMBERED_LAYERS = 512  # larger numbers in names are of something else, in files of many thousand arrays
 _MAX_LAYERS = 1 << 16  # of a document: a few bytes in it must not become a long list
 
 _STATE_NAMES: Final[dict[StateKind, str]] = {
@@ -244,17 +245,17 @@ def _parse_layer_parts(names: Iterable[str]) -> set[tuple[int, Part]]:
     }
 
 
-def infer_completeness(names: Collection[str]) -> Completeness | None:
+def infer_completeness(names: Iterable[str]) -> Completeness | None:
     """Return what the names of arrays show to be missing; None if they show nothing.
 
     That is a layer between others, K or V of a layer where others have both, and tokens before or between the segments
     of a KV dump. A model may have layers without K and V there: with those a cache is not its whole state either. No
     name shows that the last layers are missing.
     """
-    if len(names) > 2 * _MAX_LISTED_NAMES:
-        return None
     groups: dict[str, list[LayerName]] = {}
-    for entry in map(parse_layer_name, names):
+    for count, entry in enumerate(map(parse_layer_name, names)):
+        if count >= 2 * _MAX_LISTED_NAMES or (entry is not None and entry.layer >= _MAX_NUMBERED_LAYERS):
+            return None
         if entry is not None:
             groups.setdefault(entry.cache, []).append(entry)
     sentences = [
@@ -268,7 +269,7 @@ def infer_completeness(names: Collection[str]) -> Completeness | None:
 def _list_gaps(entries: Sequence[LayerName]) -> list[str]:
     """Return a sentence for each kind of gap in the arrays of one cache."""
     layers = sorted({entry.layer for entry in entries})
-    absent = sorted(set(range(layers[0], layers[-1])) - set(layers)) if layers[-1] <= _MAX_LAYERS else []
+    absent = sorted(set(range(layers[0], layers[-1])) - set(layers))
     sentences = []
     if absent:
         verb = "is" if len(absent) == 1 else "are"

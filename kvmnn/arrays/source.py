@@ -220,7 +220,7 @@ def parse_completeness(metadata: dict[str, str], names: Iterable[str], where: st
     """Parse the completeness of arrays of these names from metadata; without it, return what the names show."""
     text = metadata.get(COMPLETENESS_KEY)
     return (
-        infer_completeness(tuple(names))
+        infer_completeness(names)
         if text is None
         else load_completeness_json(text, names, f"{where}: metadata {COMPLETENESS_KEY!r}")
     )

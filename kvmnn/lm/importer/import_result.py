@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from ..._util.dataclass import dataclass
 from ...errors import REPLACE_HINT, KvmnnError, OptionError, OutputError
 from ...files.schema import Record, read_object_or_empty
 

@@ -121,7 +121,8 @@ def test_eval_plot_writes_files(capsys, cells, tmp_path):
 def test_eval_store_changes_no_number(capsys, tmp_path):
     """A fresh process for each configuration; an invalid store is refused before measuring."""
     asked = [*QUICK, "--prefill-tokens", "40", "--json"]
-    found = [json.loads(run(capsys, *asked, *more)[1]) for more in ([], ["--store", tmp_path / "s"]) for _ in "ab"]
+    stored = ["--store", tmp_path / "s"]
+    found = [json.loads(run(capsys, *asked, *more)[1]) for more in ([], stored, stored)]
     assert len({json.dumps([(row["nll"], row["accuracy"]) for row in each["rows"]]) for each in found}) == 1
     last = [[text.get("stored_tokens") for text in row["documents"]] for row in found[-1]["rows"]]
     assert last == [[47, 47], [40, 40]]
@@ -388,7 +389,7 @@ def test_eval_interrupted_keeps_cells_and_ends_processes(capsys, tmp_path, numbe
 @pytest.mark.usefixtures("without_workers")
 @pytest.mark.slow
 def test_eval_killed_and_resumed_equals_uninterrupted_run(capsys, tmp_path):
-    arguments = [*QUICK, "--max-tokens", "120", "--policy", "l2_fixed:strategy=random", "--json"]
+    arguments = [*QUICK, "--max-tokens", "48", "--policy", "l2_fixed:strategy=random", "--json"]
     path = tmp_path / "cells"
     for cells in (1, 3):  # killed twice, wherever it is then
         with subprocess.Popen(

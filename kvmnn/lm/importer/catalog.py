@@ -257,9 +257,10 @@ def _download(entry: CatalogEntry, folder: Path, progress: Callable[[int], objec
 def _report_growth(folder: Path, num_bytes: int, progress: Callable[[int], object] | None) -> int:
     """Report by how much the files of a folder have grown; return their size."""
     size = 0
-    for path in folder.rglob("*"):
-        with suppress(OSError):  # moved or removed meanwhile
-            size += path.stat().st_size if path.is_file() else 0
+    for directory, _, names in os.walk(folder):  # which passes over folders that pip removes meanwhile
+        for name in names:
+            with suppress(OSError):  # moved or removed meanwhile
+                size += os.stat(os.path.join(directory, name)).st_size
     if progress is not None and size > num_bytes:
         progress(size - num_bytes)
     return size

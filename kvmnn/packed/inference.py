@@ -392,8 +392,17 @@ class _HeadSampler:
 
     def _read_rows(self, head: int, begin: int, end: int) -> Bytes:
         """Read rows of a head, ``[row, byte]``."""
-        rows = np.empty((end - begin, self._row_bytes), np.uint8)
-        self._accessor.read_rows(self._view(head * self._head_bytes, self._head_bytes), begin, rows.reshape(-1))
+        return self._read_ranges(head, [(begin, end)], end - begin)
+
+    def _read_ranges(self, head: int, ranges: Sequence[tuple[int, int]], num_rows: int) -> Bytes:
+        """Read runs of rows of a head, ``[row, byte]``, `num_rows` in all: most are of one row, hundreds of them."""
+        rows = np.empty((num_rows, self._row_bytes), np.uint8)
+        view, target = self._view(head * self._head_bytes, self._head_bytes), rows.reshape(-1)
+        offset = 0
+        for begin, end in ranges:
+            size = (end - begin) * self._row_bytes
+            self._accessor.read_rows(view, begin, target[offset : offset + size])
+            offset += size
         return rows
 
     def find_last_rows(self) -> list[int]:
@@ -429,16 +438,19 @@ class _HeadSampler:
         """Count the sampled rows below `rows` that are empty, partly empty, or have data in the padding."""
         num_misplaced, bits_dtype = 0, np.dtype(f"<u{parse_dtype(self._dtype).itemsize}")
         fill_element = np.frombuffer(bytes([self._fill_byte]) * bits_dtype.itemsize, bits_dtype)[0]
+        ranges = list(self._iter_sampled_ranges(rows))
+        lengths = [end - begin for begin, end in ranges]
+        first_rows = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths) if ranges else np.zeros(0, np.int64)
         for head in self._head_indices:
-            for begin, end in self._iter_sampled_ranges(rows):
-                elements = self._read_rows(head, begin, end).view(bits_dtype)
-                is_blank = (elements == 0) | (elements == fill_element)
-                empty_fraction = is_blank[:, : self._head_dim].mean(axis=1)
-                padding = elements[:, self._head_dim :]
-                # Files without unused rows do not end with the byte that memory was filled with: padding that has one
-                # value throughout was not written either.
-                is_padding_blank = (padding == padding[:1, :1]).all(axis=1) | is_blank[:, self._head_dim :].all(axis=1)
-                num_misplaced += int(np.count_nonzero((empty_fraction > _MAX_EMPTY_FRACTION) | ~is_padding_blank))
+            elements = self._read_ranges(head, ranges, len(first_rows)).view(bits_dtype)
+            is_blank = (elements == 0) | (elements == fill_element)
+            empty_fraction = is_blank[:, : self._head_dim].mean(axis=1)
+            padding = elements[:, self._head_dim :]
+            # Files without unused rows do not end with the byte that memory was filled with: padding that has one value
+            # throughout a run of rows was not written either.
+            is_padding_blank = (padding == padding[first_rows, :1]).all(axis=1)
+            is_padding_blank |= is_blank[:, self._head_dim :].all(axis=1)
+            num_misplaced += int(np.count_nonzero((empty_fraction > _MAX_EMPTY_FRACTION) | ~is_padding_blank))
         return num_misplaced
 
     def measure_contrast(self, rows: int) -> float:

@@ -207,7 +207,8 @@ def make_profile(
     metrics: Metrics = {}
     sensitivities: Sensitivities = {}
     if is_lossy:
-        metrics = _collect_metrics(key_metrics, compute_value_metrics(files, interface, layers), notes)
+        value_metrics = compute_value_metrics(files, interface, layers)
+        metrics = _collect_metrics(key_metrics, value_metrics, notes, has_queries=session.has_attentions)
         sensitivities = _measure_sensitivities(session, windows, statistics, metrics, work, progress)
     sensitivity_seconds = time.process_time() - start
     info = ProfileInfo(
@@ -346,10 +347,13 @@ def _describe_options(options: ProfileOptions, has_sensitivities: bool) -> dict[
     return {"below": list(options.below), "sensitivities": has_sensitivities, **transform}
 
 
-def _collect_metrics(key_metrics: KeyMetrics, value_metrics: Metrics | None, notes: list[str]) -> Metrics:
+def _collect_metrics(
+    key_metrics: KeyMetrics, value_metrics: Metrics | None, notes: list[str], *, has_queries: bool
+) -> Metrics:
     metrics: Metrics = key_metrics.to_metrics() if key_metrics.num_queries else {}
     if not metrics:
-        notes.append("the graph has no outputs queries.{i}: errors of K count alike in all directions")
+        reason = "the texts are too short" if has_queries else "the graph has no outputs queries.{i}"
+        notes.append(f"{reason}: errors of K count alike in all directions")
     if value_metrics is None:
         notes.append("the output projections were not found: errors of V count alike in all directions")
     return metrics | (value_metrics or {})

@@ -173,9 +173,11 @@ class LayerUnitEncoder:
             tokens = end_token - begin_token
             if tokens not in self._plans:
                 options = self._make_options(begin_token)
-                self._plans[tokens] = plan_steps(tables, options, tokens, self._exponents is not None)
-        plan = self._plans[tokens]
-        self.predicted_kl = plan.kl if plan.is_measured else None
+                self._plans[tokens] = plan_steps(
+                    tables, options, tokens, self._exponents is not None, begin_token=begin_token
+                )
+        plans = [self._plans[end_token - begin_token] for begin_token, end_token in batch]
+        self.predicted_kl = plans[-1].kl if all(plan.is_measured for plan in plans) else None
 
     def _lost_as_much(self, frames: Sequence[UnitFrame], span: TokenSpan) -> bool:
         """Return whether lossy streams, of one profile, are those of the options of the store."""
@@ -195,7 +197,7 @@ class LayerUnitEncoder:
     def _encode_lossily(self, caches: Sequence[LayerCache], span: TokenSpan) -> list[bytes]:
         options, tokens = self._make_options(span[0]), span[1] - span[0]
         plan = self._plans.get(tokens) or plan_steps(
-            get_tables(self._profile), options, tokens, self._exponents is not None
+            get_tables(self._profile), options, tokens, self._exponents is not None, begin_token=span[0]
         )
         streams = self._encode_by_plan(caches, span, options, plan)
         factor = measure_bits_factor(plan, streams, caches, min(options.first, tokens))
@@ -210,7 +212,7 @@ class LayerUnitEncoder:
     def _judge_ready_streams(self, frames: Sequence[UnitFrame], span: TokenSpan) -> None:
         """Record the bits of streams that say no loss though the profile predicts one: of numbers unlike its texts."""
         options, tokens = self._make_options(span[0]), span[1] - span[0]
-        plan = plan_steps(get_tables(self._profile), options, tokens)
+        plan = plan_steps(get_tables(self._profile), options, tokens, begin_token=span[0])
         streams = [bytes(frame.data) for frame in frames]
         if plan.is_measured and any(math.isnan(read_header(stream)[0].kl) for stream in streams):
             caches = [_take_tokens(cache, span) for cache in self._layers]

@@ -27,6 +27,8 @@ from kvmnn.store.export import is_lossy
 from kvmnn.store.layer_units import read_checksum
 from kvmnn.store.unit import parse_unit
 from kvmnn.transform import TransformOptions, encode_layer
+from kvmnn.transform.profile_tables import get_tables
+from kvmnn.transform.steps import plan_steps
 
 GEOMETRY = transform_samples.create_geometries(4, 2, 8, 8, RopeConfig(10000.0, 8))
 PROFILE = transform_samples.create_profile(GEOMETRY)
@@ -162,6 +164,18 @@ def test_put_with_attention_of_other_shape_or_codec_is_refused(tmp_path: Path) -
         store.put(IDS, CACHES, model=MODEL, attention=np.ones((len(CACHES), 2, 700)))
 
 
+@pytest.mark.parametrize(("first", "is_predicted"), [(4, True), (0, False)])
+def test_put_predicts_no_loss_where_first_tokens_are_rounded(tmp_path: Path, first: int, is_predicted: bool) -> None:
+    """Units after the first one predict theirs, but of all of the text nothing is predicted."""
+    options = {"kl": 0.02, "first": first}
+    with PrefixStore(tmp_path / "s", codec="transform", profile=PROFILE, codec_options=options) as store:
+        for tokens in (64, 200, 700):
+            put = store.put(IDS[:tokens], [take(cache, tokens) for cache in CACHES], model=MODEL)
+            assert (put.predicted_kl is not None) == (is_predicted or tokens > 64)  # of what it added
+            assert (store.get(IDS, model=MODEL).predicted_kl is not None) == is_predicted
+            assert (store.describe(IDS[:tokens], model=MODEL).predicted_kl is not None) == is_predicted
+
+
 def test_transform_unit_bytes_of_hand_decoding(tmp_path: Path) -> None:
     """Taken apart by hand, for the second of two units; streams are those of the codec."""
     options = {"kl": 0.02, "first": 2}
@@ -184,7 +198,9 @@ def test_transform_unit_bytes_of_hand_decoding(tmp_path: Path) -> None:
             values=cache.values[:, 64:200],
             positions=np.arange(64, 200),
         )
-        encoding = encode_layer(tokens, PROFILE, lower[::-1], TransformOptions(kl=0.02, first=0))
+        unit_options = TransformOptions(kl=0.02, first=0)
+        plan = plan_steps(get_tables(PROFILE), unit_options, 136, begin_token=64)
+        encoding = encode_layer(tokens, PROFILE, lower[::-1], unit_options, plan=plan)
         assert encoding.data == data[begin : begin + size] and read_checksum(encoding.data) == checksum
         lower = [*lower, encoding.decoded][-2:]
         begin += size

@@ -319,6 +319,18 @@ def test_plan_is_shared_by_layers() -> None:
     assert encode_layer(cache_, profile, (), options, plan=plan).data == encode_layer(cache_, profile, (), options).data
 
 
+def test_plan_predicts_no_loss_where_first_tokens_are_rounded() -> None:
+    """Sensitivities leave the first four tokens of a text out."""
+    tables = get_tables(get_profile())
+
+    def predicts(first: int, begin_token: int) -> bool:
+        options = TransformOptions(kl=0.003, below=0, first=first)
+        return plan_steps(tables, options, 30, begin_token=begin_token).is_measured
+
+    assert predicts(4, 0) and predicts(3, 1) and predicts(0, 4)
+    assert not predicts(3, 0) and not predicts(0, 3)
+
+
 def test_choose_exponents_of_zeros_is_refused() -> None:
     with pytest.raises(KvmnnError, match="attention: all zeros"):
         choose_exponents(np.zeros(5))

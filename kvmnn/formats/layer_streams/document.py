@@ -95,8 +95,8 @@ class LayerStreamsDocument(Record):
     profile_file: str
     #: Options of the codec, as the user said them.
     options: dict[str, object]
-    #: KL divergence in nats a token that the encoder expects; None where the profile has no sensitivities, K and V were
-    #: rounded before, or `bits_factor` belies it.
+    #: KL divergence in nats a token that the encoder expects; None where the profile has no sensitivities of what was
+    #: rounded, K and V were rounded before, or `bits_factor` belies it.
     predicted_kl: float | None
     metadata: dict[str, str]
     layers: tuple[LayerStreamEntry, ...]

@@ -36,6 +36,7 @@ from ...errors import KvmnnError, OptionError, OutputError
 from ...files.atomic import DirectoryOutput, StagedFile, refuse_input_folder, wrap_os_errors
 from ...files.schema import Record, json_key
 from ...profiles import Profile, describe_few_tokens
+from ...profiles.statistics import NUM_SINKS
 from ...transform import MAX_KL, TransformOptions
 from ...transform.steps import is_size_missed
 from ..sidecars import read_positions_by_layer
@@ -258,6 +259,9 @@ def describe_losses(document: LayerStreamsDocument) -> list[str]:
     lines += list_losses(document.metadata)
     if document.is_lossy:
         cost = "not known: the profile has no sensitivities"
+        first = document.options.get("first", NUM_SINKS)
+        if isinstance(first, int) and first < NUM_SINKS:
+            cost = f"not known: profiles measure no loss of the first {NUM_SINKS} tokens, and first={first} rounds some"
         if document.bits_factor is not None:
             cost = f"not known: they take {document.bits_factor:.1f} times the bits that the profile predicts"
         if is_rounded_by_codec(document.metadata):

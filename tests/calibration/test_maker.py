@@ -11,9 +11,10 @@ import tiny_models
 from repository import FIXTURES
 from tiny_models import MODELS
 
+import kvmnn
 from kvmnn.arrays import LayerCache
 from kvmnn.calibration import ProfileOptions, make_profile, make_profile_from_caches
-from kvmnn.calibration.layers import read_model_layers
+from kvmnn.calibration.layers import find_cache_layers, read_model_layers
 from kvmnn.calibration.metrics import KeyMetrics, compute_value_metrics
 from kvmnn.calibration.queries import QueryMoments
 from kvmnn.calibration.sensitivity import RowTransform, SensitivityProbe, compute_divergence
@@ -25,6 +26,7 @@ from kvmnn.lm.runner import Runner
 from kvmnn.policies import create_policy
 from kvmnn.profiles import LayerGeometry, Profile, Statistics, build_rows
 from kvmnn.profiles.geometry import rotate_heads
+from kvmnn.store.adapters import read_layer_caches
 
 TEXTS = sorted((FIXTURES / "lm" / "texts").glob("*.txt"))[:3]
 OPTIONS = ProfileOptions(tokens=600)
@@ -240,6 +242,23 @@ def test_make_profile_from_caches_finds_the_rotation(tmp_path: Path) -> None:
     with pytest.raises(KvmnnError, match="other: "):
         make_profile_from_caches([caches[0], other], tmp_path / "c.kvmp")
     assert not (tmp_path / "c.kvmp").exists()
+
+
+def test_make_profile_of_a_short_text_says_that_it_is_short(models: dict[str, Path], tmp_path: Path) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text(TEXTS[0].read_text()[:60])
+    result = make_profile(models["llama"], [text], tmp_path / "a.kvmp", ProfileOptions(below=(0,)))
+    assert "the texts are too short: errors of K count alike in all directions" in result.notes
+
+
+def test_find_cache_layers_doubts_a_rotation_of_some_layers(tmp_path: Path) -> None:
+    dump_kv(FIXTURES / "lm", TEXTS[0], tmp_path / "kv", tokens=300)
+    rotated = read_layer_caches(kvmnn.open(tmp_path / "kv"))[:1]
+    noise = np.random.default_rng(0).standard_normal(rotated[0].keys.shape).astype(rotated[0].keys.dtype)
+    (clear,) = find_cache_layers(rotated)[1]
+    (mixed,) = find_cache_layers([*rotated, replace(rotated[0], layer=1, keys=noise)])[1]
+    assert clear == "rotation of K, found by trial: theta=10000,dims=16 (1 layer)"
+    assert mixed.startswith(f"{clear}, none (1 layer); most models rotate K of all layers or of none: ")
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])

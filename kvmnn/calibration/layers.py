@@ -75,7 +75,7 @@ def find_cache_layers(
     listed = ", ".join(f"{text} ({pluralize(count, 'layer')})" for text, count in texts.items())
     layers = [LayerGeometry.from_cache(cache, layer_rope) for cache, layer_rope in zip(caches, ropes, strict=True)]
     # few models have layers without a rotation among others, and short caches of the rest show it in few layers
-    doubt = "; most models rotate K of all layers or of none: a longer cache or --rope is safer"
+    doubt = "; most models rotate K of all layers or of none: a longer cache, or the rotation stated, is safer"
     is_mixed = "none" in texts and len(texts) > 1
     return layers, [f"rotation of K, found by trial: {listed}{doubt if is_mixed else ''}"]
 

@@ -122,11 +122,12 @@ def test_eval_store_changes_no_number(capsys, tmp_path):
     """A fresh process for each configuration; an invalid store is refused before measuring."""
     asked = [*QUICK, "--prefill-tokens", "40", "--json"]
     stored = ["--store", tmp_path / "s"]
-    found = [json.loads(run(capsys, *asked, *more)[1]) for more in ([], stored, stored)]
-    assert len({json.dumps([(row["nll"], row["accuracy"]) for row in each["rows"]]) for each in found}) == 1
-    last = [[text.get("stored_tokens") for text in row["documents"]] for row in found[-1]["rows"]]
+    results = [json.loads(run(capsys, *asked, *more)[1]) for more in ([], [], stored, stored)]
+    assert len({json.dumps([(row["nll"], row["accuracy"]) for row in each["rows"]]) for each in results}) == 1
+    last = [[text.get("stored_tokens") for text in row["documents"]] for row in results[-1]["rows"]]
     assert last == [[47, 47], [40, 40]]
-    assert found[-1]["settings"]["prefix_store"] == str(tmp_path / "s") and "prefix_store" not in found[0]["settings"]
+    assert results[-1]["settings"]["prefix_store"] == str(tmp_path / "s")
+    assert "prefix_store" not in results[0]["settings"]
     (tmp_path / "file").write_text("x")
     code, err = fails(capsys, *asked, "--store", tmp_path / "file")
     assert code == 1 and "file: is not a prefix store, but a file" in err

@@ -6,9 +6,11 @@ Only modules that every start needs are imported before `main` handles interrupt
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
@@ -33,8 +35,8 @@ TRACEBACK_VARIABLE = "KVMNN_TRACEBACK"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code, without raising any exception or ``SystemExit``.
 
-    With the process's own words (`argv` None) an interrupt ends the process here, where threads are in the midst of
-    long calls: the end of Python would wait for them.
+    With the process's own words (`argv` None) the process ends here, unless a profiler or other threads need its end.
+    After an interrupt threads are in the midst of long calls, for which the end of Python would wait.
     """
     words = sys.argv[1:] if argv is None else list(argv)
     if argv is None:
@@ -60,16 +62,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         exec("")
     for stream in (sys.stdout, sys.stderr):
         streams.drop_buffered(stream)
-    if argv is None and _has_live_threads():
-        os._exit(code)
     if argv is None:
-        gc.freeze()  # or the end of Python would look for cycles among all modules
+        _end_process(code)
     return code
 
 
-def _has_live_threads() -> bool:
+def _end_process(code: int) -> None:
+    """End the process without taking its modules apart, a tenth of a short command's time; return where that is needed.
+
+    It is where threads of others are to be waited for, and where a profiler or debugger reports after `main`.
+    """
     helpers = sys.modules.get("kvmnn._util.parallel")
-    return helpers is not None and bool(helpers.any_alive())
+    if helpers is None or not helpers.any_alive():
+        if threading.active_count() > 1 or sys.getprofile() or sys.gettrace() or sys.flags.inspect:
+            gc.freeze()  # or the end of Python would look for cycles among all modules
+            return
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            streams.drop_buffered(stream)
+    os._exit(code)
 
 
 def _report_failure(exc: BaseException, arguments: Namespace | None) -> int:

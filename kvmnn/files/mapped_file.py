@@ -8,7 +8,6 @@ import mmap
 import os
 import stat
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import PurePath
 from typing import BinaryIO, Literal, Self
@@ -196,6 +195,8 @@ def _map_file(file: BinaryIO) -> FileMapping | None:
 
 def _spool(stream: BinaryIO, label: str, max_bytes: int | None) -> FileMapping | None:
     """Read a pipe once into an unnamed file that ends with its mapping."""
+    import tempfile
+
     with tempfile.TemporaryFile() as spool:
         while chunk := stream.read(_SPOOL_CHUNK_BYTES):
             spool.write(chunk)

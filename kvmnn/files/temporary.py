@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import secrets
 import shutil
 import stat
 import sys
@@ -38,7 +37,7 @@ class TemporaryPath:
         folder = target.parent if parent is None else parent
         remove_stale(folder)
         for remaining_attempts in range(_MAX_ATTEMPTS, -1, -1):
-            self.path = folder / f".{_shorten_name(target.name)}.kvmnn-{os.getpid()}-{secrets.token_hex(4)}.tmp"
+            self.path = folder / f".{_shorten_name(target.name)}.kvmnn-{os.getpid()}-{os.urandom(4).hex()}.tmp"
             try:
                 self._handle = _create(self.path, is_folder)
             except FileNotFoundError:

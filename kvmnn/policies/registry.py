@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import os
-import secrets
 import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
@@ -125,7 +124,7 @@ MODEL_POLICIES: dict[str, type[Policy]] = {
 _REGISTERED: dict[str, type[Policy]] = {}
 """Policies of users, by name; they are among `POLICIES` as well."""
 
-_PROCESS_TOKEN = secrets.token_hex(8)
+_PROCESS_TOKEN = os.urandom(8).hex()
 
 _loading_paths: list[str] = []
 """The file that `load_registered_files` is importing."""

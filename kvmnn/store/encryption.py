@@ -11,7 +11,6 @@ import hashlib
 import hmac
 import os
 import re
-import secrets
 import stat
 import struct
 import threading
@@ -215,7 +214,7 @@ class Xaes256Gcm:
 
     def encrypt(self, data: bytes, associated: bytes, nonce: bytes | None = None) -> bytes:
         """Return nonce, ciphertext and tag; the nonce is random unless it is specified."""
-        nonce = nonce or secrets.token_bytes(_NONCE_BYTES)
+        nonce = nonce or os.urandom(_NONCE_BYTES)
         sealed: bytes = self._aead.AESGCM(self._derive_message_key(nonce)).encrypt(nonce[12:], data, associated)
         return nonce + sealed
 
@@ -232,7 +231,7 @@ class Xaes256Gcm:
 
     def encrypt_pieces(self, pieces: Sequence[Bytes | bytes], associated: bytes) -> list[Bytes | bytes]:
         """Return the pieces of `encrypt` of all pieces."""
-        nonce = secrets.token_bytes(_NONCE_BYTES)
+        nonce = os.urandom(_NONCE_BYTES)
         encryptor = self._make_gcm(nonce).encryptor()
         encryptor.authenticate_additional_data(associated)
         ciphertext = [encryptor.update(piece) for piece in pieces]

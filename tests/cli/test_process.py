@@ -161,6 +161,17 @@ def test_interrupt_in_exec_is_exit_code_130():
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"kvmnn: error: interrupted\n")
 
 
+@pytest.mark.parametrize(("flags", "last"), [([], b"at exit"), (["-m", "cProfile"], b"cumtime")])
+def test_main_leaves_functions_at_exit_and_profilers_their_end(tmp_path, flags, last):
+    """The process ends in `main`, before Python would end it."""
+    (tmp_path / "start.py").write_text(
+        "import atexit, sys\nfrom kvmnn.cli import main\natexit.register(print, 'at exit')\n"
+        "sys.argv = ['kvmnn', '--version']\nsys.exit(main())"
+    )
+    done = subprocess.run([sys.executable, *flags, tmp_path / "start.py"], capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout[:6], last in done.stdout) == (0, b"kvmnn ", True)
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signal_while_loading_compiled_module_is_deferred(here, number, code):
     done = subprocess.run(

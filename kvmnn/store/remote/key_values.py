@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import secrets
 import threading
 import time
 from bisect import bisect_left
@@ -413,7 +412,7 @@ class ObjectStoreValues:
     def _stage_file(self, path: str, value: bytes) -> Iterator[str]:
         """Write a value to a temporary file next to `path`, which is removed at the end."""
         self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-        staged_path = f"{path}.{secrets.token_hex(4)}.tmp"
+        staged_path = f"{path}.{os.urandom(4).hex()}.tmp"
         try:
             self._fs.pipe_file(staged_path, value)
             yield staged_path

@@ -30,6 +30,8 @@ def repr_short(value: object) -> str:
 
 def to_int(value: Any, name: str) -> int:
     """Return `value` as an int; `TypeError` for anything but an integer, booleans included."""
+    if type(value) is int:  # before `Integral`, which takes four times as long
+        return value
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
     return int(value)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
+from functools import lru_cache
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -81,13 +82,7 @@ class PackedGeometry:
             raise MissingOptionError(f"the files do not say {self.missing_text}; --model DIR may")
         if self.int8 and self.backend is None:
             raise MissingOptionError("int8 caches need the backend named (--backend)")
-        names_by_layout: dict[PackLayout, list[str]] = {}
-        for name, layout in self._list_pack_layouts():
-            for block in self._list_flash_blocks():
-                placed_layout = _strip_to_placement(layout, None if block == "none" else block, self.int8)
-                if self.dtype in (None, placed_layout.dtype):
-                    names_by_layout.setdefault(placed_layout, []).append(name)
-        return [("/".join(names), layout) for layout, names in names_by_layout.items()]
+        return list(_list_layouts(self))
 
     def _list_pack_layouts(self) -> list[tuple[str, PackLayout]]:
         assert self.kv_heads is not None and self.head_dim is not None
@@ -123,6 +118,17 @@ class PackedGeometry:
         if self.int8 == "both":  # the engine quantises values with flash attention only
             return [self.flash_block or FLASH_BLOCK]
         return [FLASH_BLOCK, "none"] if self.flash_block is None else [self.flash_block]
+
+
+@lru_cache(maxsize=256)  # inference from the words asks for the same ones again, of every head_dim
+def _list_layouts(geometry: PackedGeometry) -> tuple[tuple[str, PackLayout], ...]:
+    names_by_layout: dict[PackLayout, list[str]] = {}
+    for name, layout in geometry._list_pack_layouts():
+        for block in geometry._list_flash_blocks():
+            placed_layout = _strip_to_placement(layout, None if block == "none" else block, geometry.int8)
+            if geometry.dtype in (None, placed_layout.dtype):
+                names_by_layout.setdefault(placed_layout, []).append(name)
+    return tuple(("/".join(names), layout) for layout, names in names_by_layout.items())
 
 
 def _strip_to_placement(layout: PackLayout, flash_block: int | None, int8: str | None) -> PackLayout:
@@ -597,9 +603,14 @@ def iter_matches(geometry: PackedGeometry, sizes: Sequence[tuple[int, int]]) -> 
             for kv_heads in heads:
                 if remainder or not tiles or tiles % kv_heads:
                     continue
-                candidate_layout = replace(layout, kv_heads=kv_heads)
-                capacities = {pair: try_infer_capacity(candidate_layout, *pair) for pair in distinct_sizes}
+                if any(size % kv_heads for pair in distinct_sizes for size in pair):
+                    continue
+                capacities = {
+                    (key_bytes, value_bytes): try_infer_capacity(layout, key_bytes // kv_heads, value_bytes // kv_heads)
+                    for key_bytes, value_bytes in distinct_sizes
+                }
                 if all(capacities.values()):
+                    candidate_layout = replace(layout, kv_heads=kv_heads)
                     yield LayoutMatch(candidate_layout, backends, tuple(capacities[pair] or 0 for pair in sizes))
 
 

@@ -364,9 +364,10 @@ class _LayoutMeasurer:
         head_layout = replace(match.layout, kv_heads=1)  # of the first head, which is quick
         capacity = match.capacities[self.layer_indices[0]]
         num_rows = find_last_row(self._views[0]["key"], head_layout, "key", capacity)
+        if not num_rows:
+            return False
         min_tokens, max_tokens = infer_token_range(match) if num_tokens is None else (num_tokens, num_tokens)
-        is_possible = num_rows > 0 and min_tokens <= num_rows <= max_tokens
-        return is_possible and is_consistent_layer(self._views[0], match.layout, capacity)
+        return min_tokens <= num_rows <= max_tokens and is_consistent_layer(self._views[0], match.layout, capacity)
 
 
 def _find_default_candidate(geometry: PackedGeometry, ranking: Sequence[LayoutCandidate]) -> LayoutCandidate | None:

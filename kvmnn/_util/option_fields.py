@@ -24,6 +24,12 @@ class OptionInfo:
     choices: tuple[str, ...] = ()
     #: The option, where its name is not that of the field.
     flag: str | None = None
+    #: The name among the parsed arguments, where that of the field is another option's in other verbs.
+    dest: str | None = None
+    #: The least value of a whole number, 0 or 1; None: it may be negative.
+    min_value: int | None = None
+    #: Whether ``--no-FLAG`` exists as well.
+    is_negatable: bool = False
 
 
 def option(text: str, **settings: Any) -> Mapping[str, OptionInfo]:

@@ -470,6 +470,13 @@ def parse_positive(text: str) -> int:
     return int(text)
 
 
+def parse_whole(text: str) -> int:
+    """Parse an integer of zero or more."""
+    if not re.fullmatch(r"\d{1,9}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)
+
+
 def build_command_parser(command_name: str) -> tuple[argparse.ArgumentParser, CommandParser]:
     """Build the parser of one command: the whole program's, and the command's own with the program's options."""
     parser = build_parser([command_name])

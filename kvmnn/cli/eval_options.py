@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from ..evaluation.options import EvaluationOptions
 from . import input_sources, model_options, packed_options, shared_options
 from .console import UsageError
+from .options import add_dataclass_options, collect_values
 
 if TYPE_CHECKING:
     from ..evaluation import Configuration, EvaluationSettings, TextOptions
@@ -78,84 +80,25 @@ def add_comparison_options(parser: Any) -> None:
 
 def add_setting_options(parser: Any) -> None:
     """Add the options that set how to measure."""
-    parse_positive, parse_whole = shared_options.parse_positive, shared_options.parse_whole
     group = parser.add_argument_group("how it is measured")
-    add = group.add_argument
-    add(
-        "--max-tokens",
-        type=parse_positive,
-        default=2048,
-        metavar="N",
-        help="tokens of each text that are scored (default: 2048)",
-    )
-    add("--chunk", type=parse_positive, default=1, metavar="N", help="tokens fed at once (default: 1)")
-    add(
-        "--prefill-tokens",
-        type=parse_whole,
-        default=0,
-        metavar="N",
-        help="tokens of the first step, a prompt (default: as --chunk)",
-    )
-    add(
-        "--tail-start",
-        dest="deep",
-        type=parse_whole,
-        metavar="N",
-        help="also report tokens from this position on, those of --prefill-tokens never (default: half of "
-        "--max-tokens)",
-    )
-    add(
-        "--seed",
-        type=parse_whole,
-        default=0,
-        metavar="N",
-        help="random seed of policies, bootstrap and --samples (default: 0)",
-    )
+    add_dataclass_options(group, EvaluationOptions)
     parser.accept("--threads")
-    add("--jobs", type=parse_positive, default=1, metavar="N", help="processes at a time (default: 1)")
-    add(
-        "--layout",
-        dest="packed",
-        metavar="BACKEND",
-        help="store the cache in the packed layout of this MNN backend, such as x86-avx2",
-    )
-    add(
-        "--max-masked",
-        dest="slack",
-        type=parse_whole,
-        metavar="N",
-        help="evicted tokens that may stay masked (default: 1 in 8 of those kept)",
-    )
+    parse_positive = shared_options.parse_positive
+    group.add_argument("--jobs", type=parse_positive, default=1, metavar="N", help="processes at a time (default: 1)")
     shared_options.add_provider_option(group)
-    add(
-        "--frame-dtype",
-        choices=("fp16", "fp32"),
-        default="fp16",
-        help="element type of the frames: rounded to fp16 as in engines, or an fp32 cache unchanged (default: fp16)",
-    )
-    add("--store", metavar="STORE", help="read prefixes of texts that were scored before from this prefix store")
-    add(
+    group.add_argument(
         "--tasks",
         metavar="SPEC",
         help="also ask questions about contexts made of the texts: all, or copy,retrieval,classification,completion; "
         "items=24,tokens=512 among them",
     )
-    add(
-        "--timing",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="also measure TTFT, TPOT and attention time, which takes longer than all else",
-    )
-    add("--repeats", type=parse_positive, metavar="N", help="runs of the timed generation (default: 3)")
-    add(
-        "--no-project-definitions",
-        action="store_true",
-        help="do not measure presets by their projects' definitions",
-    )
 
 
-def build_configurations(arguments: argparse.Namespace) -> list[Configuration]:
-    """Combine every policy with every budget, and add those of presets; raise `UsageError` for invalid ones."""
+def build_configurations(arguments: argparse.Namespace, tokens: int) -> list[Configuration]:
+    """Combine every policy with every budget, and add those of presets; raise `UsageError` for invalid ones.
+
+    Shares of budgets are of `tokens`.
+    """
     from ..errors import KvmnnError
     from ..evaluation.presets import expand_preset
     from ..evaluation.settings import combine_codecs, expand_configurations
@@ -166,7 +109,7 @@ def build_configurations(arguments: argparse.Namespace) -> list[Configuration]:
     defaults = model_options.read_policy_defaults(arguments, arguments.policy)
     try:
         skip_layers = None if arguments.skip_layers is None else parse_ints(arguments.skip_layers)
-        budgets = [budget.resolve(arguments.max_tokens) for budget in arguments.budget]
+        budgets = [budget.resolve(tokens) for budget in arguments.budget]
         all_configurations = expand_configurations(arguments.policy, budgets, skip_layers, defaults)
         all_configurations = combine_codecs(all_configurations, arguments.quant)
         for spec in arguments.preset:
@@ -215,7 +158,7 @@ def build_text_options(arguments: argparse.Namespace) -> TextOptions:
     from ..evaluation import TextOptions
 
     try:
-        return TextOptions(field=arguments.field, samples=arguments.samples, seed=arguments.seed)
+        return TextOptions(field=arguments.field, samples=arguments.samples, seed=arguments.seed or 0)
     except KvmnnError as exc:
         raise UsageError(f"--{exc}") from None
 
@@ -226,22 +169,11 @@ def build_settings(arguments: argparse.Namespace) -> EvaluationSettings:
     from ..evaluation import EvaluationSettings
 
     return EvaluationSettings(
-        tokens=arguments.max_tokens,
-        chunk=arguments.chunk,
-        prompt=arguments.prefill_tokens,
-        deep_from=-1 if arguments.deep is None else arguments.deep,
-        seed=arguments.seed,
+        **collect_values(EvaluationOptions, arguments),
         threads=arguments.threads or max(1, cpu_count() // arguments.jobs),
         providers=tuple(arguments.provider) or EvaluationSettings.providers,
-        slack=arguments.slack,
-        packed=arguments.packed,
-        frame_dtype=arguments.frame_dtype,
-        repeats=EvaluationSettings.repeats if arguments.repeats is None else arguments.repeats,
-        project_definitions=not arguments.no_project_definitions,
-        timing=arguments.timing,
         traces=arguments.plot is not None,
         lossless=model_options.build_lossless_document(arguments),
-        prefix_store=arguments.store,
     )
 
 
@@ -263,7 +195,7 @@ _PACKED_NAMES = (
 _CACHE_OPTIONS = ("token_ids", "undo", "dtype", "tensor", "skip_unsupported", "token_major", "profile")
 _EXCLUDED_OPTIONS = (
     ("timing", "nothing is timed"),
-    ("store", "a prefix store says what texts begin with, too"),
+    ("prefix_store", "a prefix store says what texts begin with, too"),
     ("preset", "a preset measures texts from their beginning"),
 )
 

@@ -10,11 +10,13 @@ import argparse
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import Field, fields
+from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from .._util.dataclass import dataclass
 from .._util.option_fields import OPTION_KEY
 from .._util.text import suggest
+from .command_parser import parse_positive, parse_whole
 
 
 @dataclass(frozen=True)
@@ -155,24 +157,39 @@ def make_spec_fields(cls: type[Any]) -> list[SpecField]:
 def add_dataclass_options(parser: Any, cls: type[Any]) -> None:
     """Declare an option for each field of a dataclass that has option metadata.
 
-    Its flag is the one that the metadata declare, else ``--name-of-the-field``. An option that is not given is None.
+    Its flag is the one that the metadata declare, else ``--name-of-the-field``; ``--no-name-of-the-field`` for a switch
+    that is on by default. An option that is not given is None.
     """
     hints = get_type_hints(cls)
     for field in list_option_fields(cls):
-        settings: dict[str, Any] = {"help": field.metadata[OPTION_KEY].help}
-        if hints[field.name] is bool:
-            settings |= {"action": "store_const", "const": True}
+        info, hint = field.metadata[OPTION_KEY], _strip_none(hints[field.name])
+        settings: dict[str, Any] = {"help": info.help}
+        if info.is_negatable:
+            settings |= {"action": argparse.BooleanOptionalAction, "default": field.default}
+        elif hint is bool:
+            settings |= {"action": "store_const", "const": field.default is not True}
         else:
-            settings |= {"type": _get_parser(field, hints[field.name])}
-            settings |= {"metavar": _get_metavar(field, hints[field.name])}
-        flag = field.metadata[OPTION_KEY].flag or f"--{field.name.replace('_', '-')}"
-        parser.add_argument(flag, dest=field.name, **settings)
+            settings |= {"type": _get_parser(field, hint), "metavar": _get_metavar(field, hint)}
+            settings |= {"choices": _get_choices(field, hint) or None}  # for completions; `type` refuses others
+        flag = info.flag or f"--{'no-' if field.default is True else ''}{field.name.replace('_', '-')}"
+        parser.add_argument(flag, dest=_get_dest(field), **settings)
 
 
 def collect_values(cls: type[Any], arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the options of a dataclass that were specified, by field name."""
-    values = {field.name: getattr(arguments, field.name, None) for field in list_option_fields(cls)}
+    values = {field.name: getattr(arguments, _get_dest(field), None) for field in list_option_fields(cls)}
     return {name: value for name, value in values.items() if value is not None}
+
+
+def _get_dest(field: Field[Any]) -> str:
+    dest: str | None = field.metadata[OPTION_KEY].dest
+    return dest or field.name
+
+
+def _strip_none(hint: Any) -> Any:
+    """Return the type of a field that may also be None."""
+    types = [kind for kind in get_args(hint) if kind is not NoneType] if isinstance(hint, UnionType) else [hint]
+    return types[0] if len(types) == 1 else hint
 
 
 def _get_metavar(field: Field[Any], hint: Any) -> str:
@@ -186,6 +203,8 @@ def _get_parser(field: Field[Any], hint: Any) -> Callable[[str], Any]:
     parse: Callable[[str], Any] | None = field.metadata[OPTION_KEY].parse
     if parse is not None:
         return parse
+    if field.metadata[OPTION_KEY].min_value is not None:
+        return parse_positive if field.metadata[OPTION_KEY].min_value else parse_whole
     choices = _get_choices(field, hint)
     return (lambda text: _parse_choice(text, choices)) if choices else _PARSERS.get(hint, str)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .command_parser import parse_byte_count as parse_byte_count
 from .command_parser import parse_positive as parse_positive
+from .command_parser import parse_whole as parse_whole
 from .console import UsageError
 from .options import SpecAction, SpecField, add_spec_option
 
@@ -116,13 +117,6 @@ def parse_index(text: str) -> int:
 
 
 EFFORT_CHOICES = ("exact", "balanced", "fast", "max")
-
-
-def parse_whole(text: str) -> int:
-    """Parse an integer of zero or more."""
-    if not re.fullmatch(r"\d{1,9}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    return int(text)
 
 
 def add_command(

@@ -7,9 +7,10 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Self
 
+from .._util.option_fields import OPTION_KEY
 from ..errors import KvmnnError, OptionError
 from ..files.schema import Record
 from ..policies.policy import Budget, FullCache, Policy
@@ -27,6 +28,7 @@ from ..policies.specs import accepts_option, build_policy, expand_spec, split_sp
 from ..profiles import hash_profile
 from ..quantization import create_codec
 from ..runtime import RuntimeConfig
+from .options import EvaluationOptions
 from .records import CellKind
 
 FULL_POLICY = FullCache.name
@@ -263,53 +265,16 @@ def parse_ratios(text: str) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationSettings(Record):
+class EvaluationSettings(EvaluationOptions, Record):
     """Settings of an evaluation."""
 
-    #: Tokens scored of each document.
-    tokens: int = 2048
-    #: Tokens fed at once.
-    chunk: int = 1
-    #: Tokens of the first step, read at once as a prompt; 0 for `chunk` of them. Policies that act on a prompt only
-    #: need one.
-    prompt: int = 0
-    #: Tokens fed at this position or later are also reported apart; half of `tokens` by default. The tokens of `prompt`
-    #: are never among them: nothing has been cut yet when they are scored.
-    deep_from: int = -1
-    #: Seed of the bootstrap and of policies that draw at random.
-    seed: int = 0
-    #: Threads of onnxruntime in each process.
-    threads: int = 1
-    #: Execution providers of onnxruntime.
-    providers: tuple[str, ...] = ("CPUExecutionProvider",)
-    #: Evicted tokens that may stay masked in the buffers before they are cut out, or None (`kvmnn.lm.runner`).
-    slack: int | None = None
-    #: Backend of the `PackedCache` that stores the cache, or None.
-    packed: str | None = None
-    #: Element type of the frames of the kept cache: ``"fp16"``, rounded as in an engine, or ``"fp32"``.
-    frame_dtype: Literal["fp16", "fp32"] = "fp16"
-    #: Repetitions of the timed generation; medians are reported.
-    repeats: int = 3
-    #: Whether configurations of presets are also measured by their projects' definitions (JSON: ``as_seed``).
-    project_definitions: bool = field(default=True, metadata={"key": "as_seed"})
-    #: Whether TTFT, TPOT and the time of attention are measured: about five times the time of everything else, as each
-    #: row reads the first text again `repeats` + 1 times.
-    timing: bool = False
-    #: Whether memory and live tokens of the first document are recorded as a time series.
-    traces: bool = False
-    #: Options of the lossless runtime that stores the cache, under the engine's names (`RuntimeConfig.from_engine`), or
-    #: None.
-    lossless: Mapping[str, object] | None = field(default=None, metadata={"omit": True})
-    #: Prefix store for beginnings of texts that were scored before (`kvmnn.evaluation.scoring`), or None. It only
-    #: affects times and the process's peak memory.
-    prefix_store: str | None = field(default=None, metadata={"omit": True})
-
     def __post_init__(self) -> None:
-        for name in ("tokens", "chunk", "threads", "repeats"):
-            if getattr(self, name) < 1:
-                raise KvmnnError(f"{name} is {getattr(self, name)}: expected at least 1")
-        if min(self.seed, self.slack or 0, self.prompt) < 0:
-            raise KvmnnError("seed, slack and prompt: expected at least 0")
+        for entry in fields(self):
+            value, info = getattr(self, entry.name), entry.metadata.get(OPTION_KEY)
+            min_value = 1 if entry.name == "threads" else info and info.min_value
+            # of deep_from a negative number is the default
+            if None not in (value, min_value) and value < min_value and entry.name != "deep_from":
+                raise KvmnnError(f"{entry.name} is {value}: expected at least {min_value}")
         if self.frame_dtype not in ("fp16", "fp32"):
             raise KvmnnError(f"frame_dtype is {self.frame_dtype!r}: expected 'fp16' or 'fp32'")
         if self.deep_from < 0:

@@ -91,7 +91,8 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out; 1 where the model refused a configuration, so that scripts notice the missing row."""
     _check_options(arguments)
-    configurations, settings = eval_options.build_configurations(arguments), eval_options.build_settings(arguments)
+    settings = eval_options.build_settings(arguments)
+    configurations = eval_options.build_configurations(arguments, settings.tokens)
     texts = eval_options.build_text_options(arguments)
     eval_options.build_task_options(arguments)
     if arguments.plot is not None:
@@ -131,12 +132,11 @@ def _add_tasks(
         return result
     from ...evaluation.tasks import evaluate_tasks
 
-    context_arguments = argparse.Namespace(**vars(arguments) | {"max_tokens": options.tokens})
     with EvaluationProgressDisplay(arguments) as progress:
         tasks = evaluate_tasks(
             arguments.model,
             arguments.text,
-            eval_options.build_configurations(context_arguments),
+            eval_options.build_configurations(arguments, options.tokens),
             tasks=options,
             settings=settings,
             tokenizer=arguments.tokenizer,
@@ -156,10 +156,9 @@ def _check_options(arguments: argparse.Namespace) -> None:
     if arguments.budget and not arguments.policy:
         raise UsageError("--budget needs a --policy")
     eval_options.build_plot_options(arguments)
-    if arguments.deep is not None and arguments.deep < arguments.prefill_tokens:
-        console.print_note(
-            arguments, f"deep begins after the prompt, at {arguments.prefill_tokens:,}, and not at {arguments.deep:,}"
-        )
+    prompt, deep_from = arguments.prefill_tokens or 0, arguments.deep_from
+    if deep_from is not None and deep_from < prompt:
+        console.print_note(arguments, f"deep begins after the prompt, at {prompt:,}, and not at {deep_from:,}")
     ineffective_options = [
         ("--plot-format", arguments.plot_format is not None and arguments.plot is None, "expected --plot DIR with it"),
         ("--no-titles", arguments.no_titles and arguments.plot is None, "expected --plot DIR with it"),
@@ -167,7 +166,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
         ("--repeats", arguments.repeats is not None and not arguments.timing, "expected --timing with it"),
         (
             "--no-project-definitions",
-            arguments.no_project_definitions and not arguments.preset,
+            arguments.project_definitions is False and not arguments.preset,
             "only the rows of a --preset have any",
         ),
     ]

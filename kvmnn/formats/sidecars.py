@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
 from .._util.dataclass import dataclass
 from .._util.text import LOSSY, format_layers, format_range, pluralize
 from ..arrays.completeness import MAX_COMPLETENESS_BYTES as MAX_COMPLETENESS_BYTES
-from ..arrays.completeness import Completeness, dump_completeness_json
+from ..arrays.completeness import Completeness, dump_completeness_json, load_completeness_json
 from ..arrays.layers import collect_layers
 from ..arrays.naming import parse_conventional_name
 from ..arrays.positions import PositionMap, read_token_positions
 from ..arrays.source import CAST_TEXT, COMPLETENESS_KEY, LOSSY_KEY, SIDECAR_KEY, Source
-from ..bundle.passthrough import MAX_SIDECAR_BYTES, POSITIONS_NAME, SIDECAR_NAMES, dump_sidecars, parse_sidecars
+from ..bundle.passthrough import (
+    MAX_SIDECAR_BYTES,
+    POSITIONS_NAME,
+    SIDECAR_NAMES,
+    TOKEN_IDS_NAME,
+    dump_sidecars,
+    parse_sidecars,
+)
 from ..dtypes import Part, Positions
 from ..errors import ManifestError, OutputError, SourceError
 from ..files.atomic import DirectoryOutput
 from ..files.file_names import COMPLETENESS_FILE, FOLDER_FILES, LOSS_FILE
-from ..files.schema import JsonReader, parse_document, read_bounded
+from ..files.schema import JsonReader, loads_strict, parse_document, read_bounded
 
 LOSS_SCHEMA: Final = "kvmnn-loss"
 LOSS_SCHEMA_VERSION: Final = 1
@@ -32,8 +40,8 @@ LOSS_SCHEMA_VERSION: Final = 1
 def add_sidecars(source: Source, folder: str, *, is_whole: bool = False) -> None:
     """Add the sidecars in `folder` to the metadata of a source of its arrays.
 
-    With `is_whole`, a source of all its arrays, layers that ``positions.json`` lists and that are not there count as
-    missing state.
+    Tokens that the sidecars list and that are not in the arrays count as missing state; with `is_whole`, a source of
+    all arrays of the folder, so do layers.
 
     Unreadable ones, and ones larger than `MAX_SIDECAR_BYTES`, are skipped with a note, except the completeness of the
     arrays and the record of a loss.
@@ -56,32 +64,120 @@ def add_sidecars(source: Source, folder: str, *, is_whole: bool = False) -> None
     loss = read_dump_loss(sidecars.get(POSITIONS_NAME, b""))
     if loss:
         source.metadata.setdefault(LOSSY_KEY, loss)
-    if is_whole and POSITIONS_NAME in sidecars and COMPLETENESS_KEY not in source.metadata:
-        _add_missing_layers(source, sidecars[POSITIONS_NAME])
+    _add_missing_state(source, sidecars, is_whole=is_whole)
     if sidecars:
         source.metadata[SIDECAR_KEY] = _dump_sidecars_cached(tuple(sidecars.items()))
         source.opened_files += tuple(str(Path(folder, name)) for name in sidecars)
 
 
-def _add_missing_layers(source: Source, positions_json: bytes) -> None:
-    """Add to the metadata which layers of the positions have not all the arrays that other layers have."""
+def _add_missing_state(source: Source, sidecars: Mapping[str, bytes], *, is_whole: bool) -> None:
+    """Add to the metadata which layers and tokens that the sidecars list the arrays do not have."""
+    if not sidecars:
+        return
+    tokens_by_layer = _count_listed_tokens(sidecars.get(POSITIONS_NAME))
+    sentences = []
+    if is_whole and COMPLETENESS_KEY not in source.metadata:
+        sentences += _describe_missing_layers(source, tokens_by_layer)
+    sentences += _describe_missing_tokens(source, sidecars, tokens_by_layer)
+    if not sentences:
+        return
+    text = source.metadata.get(COMPLETENESS_KEY)
+    completeness = Completeness() if text is None else load_completeness_json(text, source, COMPLETENESS_FILE)
+    sentences = list(dict.fromkeys((*completeness.other_missing, *sentences)))  # decode restores those of the input
+    completeness = replace(completeness, other_missing=tuple(sentences))
+    source.metadata[COMPLETENESS_KEY] = dump_completeness_json(completeness, source)
+
+
+def _count_listed_tokens(positions_json: bytes | None) -> dict[int, int]:
+    """Return how many positions of each layer a document lists; empty without one, or if it is malformed."""
+    if positions_json is None:
+        return {}
     try:
         entries = parse_document(positions_json, POSITIONS_NAME, MAX_SIDECAR_BYTES).get("layers").read_list()
-        listed_layers = {parse_layer_number(entry, index) for index, entry in enumerate(entries)}
+        return {parse_layer_number(entry, index): _count_positions(entry.value) for index, entry in enumerate(entries)}
     except ManifestError:
-        return  # what reads the positions reports it
+        return {}  # what reads the positions reports it
+
+
+def _count_positions(entry: Any) -> int:
+    """Return the number of positions of a layer, or of its first head where heads have different ones."""
+    positions = entry.get("positions") if isinstance(entry, dict) else None
+    if isinstance(positions, list) and positions and isinstance(positions[0], list):
+        positions = positions[0]
+    return len(positions) if isinstance(positions, list) else 0
+
+
+def _describe_missing_layers(source: Source, listed_layers: Collection[int]) -> list[str]:
+    """Return a sentence about layers of the positions that have not all the arrays that other layers have."""
     parts_by_layer: dict[int, set[Part]] = {}
     for name in filter(None, map(parse_conventional_name, source)):
         parts_by_layer.setdefault(name.layer, set()).add(name.part)
     all_parts = set[Part]().union(*parts_by_layer.values())
     missing_layers = sorted(layer for layer in listed_layers if parts_by_layer.get(layer) != all_parts)
-    if all_parts and missing_layers:
-        sentence = (
-            f"{POSITIONS_NAME} lists {pluralize(len(listed_layers), 'layer')}, and K or V of "
-            f"{format_layers(missing_layers)} is missing"
-        )
-        completeness = Completeness(other_missing=(sentence,))
-        source.metadata[COMPLETENESS_KEY] = dump_completeness_json(completeness, source)
+    if not all_parts or not missing_layers:
+        return []
+    return [
+        f"{POSITIONS_NAME} lists {pluralize(len(listed_layers), 'layer')}, and K or V of "
+        f"{format_layers(missing_layers)} is missing"
+    ]
+
+
+def _describe_missing_tokens(
+    source: Source, sidecars: Mapping[str, bytes], tokens_by_layer: Mapping[int, int]
+) -> list[str]:
+    """Return a sentence about layers whose K or V has fewer tokens than the positions list, or else the ids."""
+    max_tokens_by_part = _count_max_tokens(source, sidecars.get(POSITIONS_NAME, b""))
+    name, num_listed = POSITIONS_NAME, dict(tokens_by_layer)
+    if POSITIONS_NAME not in sidecars:
+        name, num_ids = TOKEN_IDS_NAME, _count_token_ids(sidecars[TOKEN_IDS_NAME])
+        # Engines also save the id of a token that is not evaluated yet.
+        num_listed = {layer: num_ids for (layer, _), tokens in max_tokens_by_part.items() if tokens < num_ids - 1}
+    short_tokens = {
+        (layer, part): tokens
+        for (layer, part), tokens in max_tokens_by_part.items()
+        if tokens < num_listed.get(layer, 0)
+    }
+    layers = sorted({layer for layer, _ in short_tokens})
+    if not layers:
+        return []
+    listed_text = format_range(sorted({num_listed[layer] for layer in layers}))
+    return [
+        f"{name} lists {listed_text} tokens of {format_layers(layers)}, and K or V has at most "
+        f"{format_range(sorted(set(short_tokens.values())))}"
+    ]
+
+
+def _count_max_tokens(source: Source, positions_json: bytes) -> dict[tuple[int, Part], int]:
+    """Return how many tokens K and V of each layer have at most: nothing says which axis of other arrays they are."""
+    heads_first = _is_dump_kv_document(positions_json)  # [kv_head, token, head_dim]
+    max_tokens: dict[tuple[int, Part], int] = {}
+    for array in source.arrays:
+        name = parse_conventional_name(array.name)
+        if name is not None and len(array.shape) >= 3:
+            segment_tokens = max(array.shape) if name.end is None else name.end - name.start
+            if heads_first and name.end is None and len(array.shape) == 3:
+                segment_tokens = array.shape[1]
+            max_tokens[name.layer, name.part] = max_tokens.get((name.layer, name.part), 0) + segment_tokens
+    return max_tokens
+
+
+def _is_dump_kv_document(positions_json: bytes) -> bool:
+    """Return whether a document of positions is that of a folder of ``.npy`` files that `dump-kv` wrote."""
+    try:
+        document = parse_document(positions_json, POSITIONS_NAME, MAX_SIDECAR_BYTES).value
+    except ManifestError:
+        return False
+    return isinstance(document, dict) and "kvmnn" in document and document.get("format") == "npy"
+
+
+def _count_token_ids(ids_json: bytes) -> int:
+    """Return the number of token ids in a list; 0 for anything else, of which nothing is known."""
+    try:
+        ids = loads_strict(ids_json)
+    except (ValueError, RecursionError):
+        return 0
+    is_list = isinstance(ids, list) and all(type(token) is int for token in ids)
+    return len(ids) if is_list else 0
 
 
 def _add_completeness(source: Source, folder: str) -> None:
@@ -249,13 +345,11 @@ def is_dump_kv_folder(source: Source) -> bool:
     sidecar = read_sidecar(source, POSITIONS_NAME)
     if sidecar is None or any(len(array.shape) != 3 for array in source.arrays):
         return False
-    document = parse_document(*sidecar)
-    is_own = isinstance(document.value, dict) and "kvmnn" in document.value
-    layers = document.get("layers").read_list() if is_own else []
-    if not layers or document.value.get("format") != "npy":
+    if not _is_dump_kv_document(sidecar[0]):
         return False
+    layers = parse_document(*sidecar).get("layers").read_list()
     tokens = {layer.value.get("tokens") for layer in layers if isinstance(layer.value, dict)}
-    return {array.shape[1] for array in source.arrays} <= tokens
+    return bool(layers) and {array.shape[1] for array in source.arrays} <= tokens
 
 
 def read_positions_by_layer(source: Source, *, as_rotated: bool = False) -> PositionMap:

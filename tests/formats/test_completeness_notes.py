@@ -178,6 +178,42 @@ def test_completeness_of_folder_that_lost_layers_of_its_positions(run: Run, form
 
 
 @pytest.mark.parametrize(
+    ("document", "shape", "problem"),
+    [
+        ({"kvmnn": "1", "format": "npy"}, (2, 8, 16), "positions.json lists 9 tokens of layers 0 to 1, and K or V has"),
+        ({}, (2, 8, 4), "positions.json lists 9 tokens of layers 0 to 1, and K or V has at most 8"),
+        (None, (2, 7, 4), "token_ids.json lists 9 tokens of layers 0 to 1, and K or V has at most 7"),
+        (None, (2, 8, 4), None),  # the last token is not evaluated yet
+        ({}, (2, 9, 4), None),
+        ({}, (2, 8, 16), None),  # which axis are the tokens?
+    ],
+)
+def test_completeness_of_folder_whose_arrays_lack_tokens_of_its_documents(
+    run: Run, document: dict[str, Any] | None, shape: tuple[int, ...], problem: str | None
+) -> None:
+    """The documents next to the arrays, and nothing else in the folder, record how many tokens there were."""
+    Path("d").mkdir()
+    for layer in range(2):
+        for part in ("key", "value"):
+            np.save(f"d/layer_{layer}.{part}.npy", np.full(shape, 1 + layer, np.float16))
+    Path("d/token_ids.json").write_text(json.dumps(list(range(9))))
+    if document is not None:
+        layers = [{"layer": layer, "tokens": 9, "positions": list(range(9))} for layer in range(2)]
+        Path("d/positions.json").write_text(json.dumps({**document, "tokens_seen": 9, "layers": layers}))
+    outputs = [run("encode", "d", "-o", "b/").out, run("verify", "b").out, run("verify", "b", "--against", "d").out]
+    if problem is None:
+        assert not any("incomplete" in output for output in outputs)
+        return
+    assert all(f"incomplete: {problem}" in output and "for these arrays" in output for output in outputs)
+    run("decode", "b", "-o", "back/")
+    source = kvmnn.open("back")  # whose completeness.json has the sentence already
+    assert source.completeness is not None and len(source.completeness.missing) == 1
+    assert problem in run("mnn", "pack", "d", "--backend", "x86-avx2", "--name", "p", "--cast", "-o", "p/", code=1).err
+    single = kvmnn.open("d/layer_1.key.npy").completeness
+    assert single is not None and single.missing[0].startswith(problem.replace("layers 0 to 1", "layer 1"))
+
+
+@pytest.mark.parametrize(
     "wrong", ["", "[]", "{}", '{"schema": "x"}', '{"schema":"kvmnn-completeness","schema_version":2}']
 )
 def test_completeness_malformed_document_is_refused(wrong: str) -> None:

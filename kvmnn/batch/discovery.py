@@ -18,7 +18,8 @@ from ..errors import OptionError, SourceError
 class InputKinds:
     """Kinds of inputs that a work accepts."""
 
-    #: Files of arrays and caches of engines; folders that are a dump, a prefix cache, live cache files or of vLLM.
+    #: Files of arrays and caches of engines; folders that are a dump, a prefix cache, live cache files or of vLLM, or
+    #: ``.npy`` files of one cache.
     arrays: bool = False
     #: Frames, and folders of frames with their manifest or of layer streams.
     frames: bool = False
@@ -42,6 +43,14 @@ class InputKinds:
         from .recognition import accepts_folder
 
         return accepts_folder(path, set(names), arrays=self.arrays, frames=self.frames)
+
+    def find_array_folder_files(self, names: Iterable[str]) -> set[str]:
+        """Return those of the names in a folder that are one input together; empty if each is an input of its own."""
+        if self.match is not None or not self.arrays:
+            return set()
+        from .recognition import find_array_folder_files
+
+        return find_array_folder_files(set(names))
 
 
 class InputPath(NamedTuple):
@@ -157,8 +166,13 @@ def _list_folder(
         result.add_ignored(folder.path)
         return []
     children = []
+    files_of_folder = kinds.find_array_folder_files(entry.name for entry in entries if _classify_entry(entry) == "file")
+    if files_of_folder:
+        children.append((folder_input, False))
     excluded_names = {os.path.basename(path) for path in excluded}
     for entry in entries:
+        if entry.name in files_of_folder:
+            continue
         child = InputPath(os.path.join(folder.path, entry.name), os.path.join(folder.name, entry.name))
         if entry.name in excluded_names and os.path.realpath(child.path) in excluded:
             continue

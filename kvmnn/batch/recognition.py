@@ -8,14 +8,17 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import PurePath
 
+from ..arrays.naming import array_name_from_path, parse_conventional_name
 from ..bundle import manifest
 from ..compressor import has_weight_file_magic
 from ..errors import KvmnnError
+from ..files.file_names import FOLDER_FILES
 from ..files.mapped_file import FileHead
 from ..formats import ARRAY_FORMATS, ZARR
 from ..formats.hf import saved
 from ..formats.layer_streams.document import LAYERS_NAME
 from ..formats.mnn import dump, mmap_cache, packed_files
+from ..formats.npy import NPY_SUFFIX
 from ..formats.raw import parse_page_name
 from ..formats.registry import find_engine_format
 from ..formats.vllm import VLLM
@@ -54,6 +57,19 @@ def accepts_folder(path: str, names: set[str], *, arrays: bool, frames: bool) ->
     if _is_cache_folder(path, names):
         return arrays
     return None
+
+
+def find_array_folder_files(names: set[str]) -> set[str]:
+    """Return the names that are one input together: the arrays of a cache by layer, and the files that describe them.
+
+    Empty for a folder whose arrays are inputs of their own: none are K and V of a layer, and no file describes them.
+    """
+    arrays = {name for name in names if name.lower().endswith(NPY_SUFFIX)}
+    descriptions = names & {*FOLDER_FILES}
+    parsed_names = filter(None, (parse_conventional_name(array_name_from_path(name)) for name in arrays))
+    parts = {(parsed_name.layer, parsed_name.part) for parsed_name in parsed_names}
+    is_cache = bool(descriptions) or any((layer, "value") in parts for layer, part in parts if part == "key")
+    return arrays | descriptions if arrays and is_cache else set()
 
 
 def _is_cache_file(path: str, suffix: str) -> bool:

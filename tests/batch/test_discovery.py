@@ -122,6 +122,19 @@ def test_find_inputs_cache_folders_are_one_input(tmp_path: Path) -> None:
     assert names(tmp_path / "dump") == ["dump"], "of what is named itself, its own name"
 
 
+def test_find_inputs_folder_of_arrays_of_a_cache_is_one_input(tmp_path: Path) -> None:
+    """Its documents describe the arrays together; other inputs next to them and below are inputs of their own."""
+    put(tmp_path, "kv/layer_0.key.npy", "kv/layer_0.value.npy", "kv/positions.json", "kv/x.npz", "kv/sub/b.npy")
+    put(tmp_path, "described/a.npy", "described/b.NPY", "described/token_ids.json", "described/note.txt")
+    put(tmp_path, "plain/a.npy", "plain/layer_3.key.npy", "plain/other.json", "empty/positions.json")
+    caches = ["described", "kv", "kv/sub/b.npy", "kv/x.npz", "plain/a.npy", "plain/layer_3.key.npy"]
+    assert names(tmp_path, ARRAYS) == names(tmp_path) == caches
+    assert names(tmp_path / "kv", ARRAYS) == ["kv", "sub/b.npy", "x.npz"]
+    assert find_inputs([str(tmp_path)], ARRAYS).num_ignored == 3  # the text and the two documents of no arrays
+    assert names(tmp_path, InputKinds(match="layer_0*.npy")) == ["kv/layer_0.key.npy", "kv/layer_0.value.npy"]
+    assert names(tmp_path, InputKinds(frames=True)) == []
+
+
 def test_find_inputs_folder_of_layer_streams_is_one_input(tmp_path: Path) -> None:
     put(tmp_path, "a/layers.json", "a/layer_0.kvml", "a/adapted.kvmp", "b/layers.json")
     assert names(tmp_path) == names(tmp_path, InputKinds(frames=True)) == ["a", "b"]

@@ -119,6 +119,27 @@ def test_jobs_encode_mirrors_folders_in_output(here, capsys):
 
 
 @pytest.mark.slow
+def test_jobs_encode_keeps_a_folder_of_arrays_together(tmp_path, run, monkeypatch):
+    """As the verb alone: single frames would not have the documents, nor show which of them were one cache."""
+    monkeypatch.chdir(tmp_path)
+    Path("in/kv").mkdir(parents=True)
+    for name, array in KV.items():
+        np.save(f"in/kv/{name}.npy", array)
+    Path("in/kv/positions.json").write_text(json.dumps({"layers": [{"layer": 0, "positions": list(range(9))}]}))
+    Path("in/kv/token_ids.json").write_text(json.dumps(list(range(9))))
+    run("encode", "in/kv", "-o", "alone/")
+    run("encode", "--jobs", "1", "in", "-o", "out")
+    assert sorted(path.name for path in Path("out").iterdir()) == ["kv.frames"]
+    for path in Path("alone").iterdir():
+        assert Path("out/kv.frames", path.name).read_bytes() == path.read_bytes()
+    (line,) = map(json.loads, run("verify", "--jobs", "1", "out").out.splitlines())
+    assert line["document"]["label"] == "LOSSLESS" and line["document"]["arrays"] == 2
+    run("decode", "out/kv.frames", "-o", "back/")
+    assert {path.name: path.read_bytes() for path in Path("back").iterdir()} == {
+        path.name: path.read_bytes() for path in Path("in/kv").iterdir()
+    }
+
+
 def test_jobs_encode_without_output_writes_next_to_inputs(here, capsys):
     assert main(["encode", "--jobs", "1", "in"]) == 0
     assert Path("in/b/c/z.npz.frames/manifest.json").exists()

@@ -11,12 +11,12 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import field, replace
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, Self, get_args
 
 from .._util.dataclass import dataclass
 from .._util.text import format_layers, pluralize
 from ..dtypes import PARTS, Part
-from ..errors import SourceError
+from ..errors import ManifestError, SourceError
 from ..files.schema import JsonReader, Record, json_key, parse_document
 from .naming import LayerName, parse_conventional_name, parse_layer_name
 
@@ -81,6 +81,15 @@ class Completeness(Record):
     evicted: str = ""
     #: Sentences about further state that the arrays do not contain.
     other_missing: tuple[str, ...] = field(default=(), metadata={"key": "other"})
+
+    @classmethod
+    def from_dict(cls, document: object, label: str = "document", *, complete: bool = False) -> Self:
+        """Create a completeness from the result of `to_dict`; errors as for `kvmnn.files.schema.Record.from_dict`."""
+        try:
+            parsed = parse_completeness_node(JsonReader(document, label, ""))
+        except ManifestError as error:
+            raise SourceError(str(error)) from None
+        return cls(layers=parsed.layers, evicted=parsed.evicted, other_missing=parsed.other_missing)
 
     @property
     @json_key("complete", before="layers")

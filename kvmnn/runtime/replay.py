@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from .._util.text import LOSSLESS, pluralize
 from .._util.validation import repr_short, validate_int
+from ..arrays.completeness import Completeness, describe_scope, format_missing
 from ..dtypes import Floats, KVPair
 from ..errors import KvmnnError
 from ..files.schema import Record, json_key
@@ -39,6 +40,8 @@ class ReplayResult(Record):
         Number of compared calls.
     seconds
         Time of the runtime's own work.
+    completeness
+        How much of the model's state was replayed; None if unknown.
     """
 
     behaviour: Behaviour
@@ -50,6 +53,7 @@ class ReplayResult(Record):
     seconds: float
     metrics: RuntimeMetrics
     points: tuple[ReplayPoint, ...]
+    completeness: Completeness | None = field(default=None, metadata={"omit": True})
 
     def plot(self, directory: str | os.PathLike[str], overwrite: bool = False) -> list[Path]:
         """Draw memory, ratio, queue and latency over the steps, and return the files."""
@@ -68,7 +72,8 @@ class ReplayResult(Record):
             shown_points.append(self.points[-1])
         table += [str(point) for point in shown_points]
         table.append(_COLUMN_LEGEND)
-        return [head, *table, *self.metrics.format_lines(), self._format_verdict()]
+        verdict_lines = [self._format_verdict(), *format_missing(self.completeness)]
+        return [head, *table, *self.metrics.format_lines(), *verdict_lines]
 
     @property
     def is_idle(self) -> bool:
@@ -103,7 +108,10 @@ class ReplayResult(Record):
             return f"{equal_text}, as mode {self.metrics.mode} stores nothing: every row is held as it was appended"
         if self.compared_calls < self.num_calls:
             return equal_text
-        return f"{LOSSLESS}: {pluralize(self.num_calls, 'call')} compared, every byte that attention reads is right"
+        scope = describe_scope(2 * self.layers) if format_missing(self.completeness) else ""
+        return (
+            f"{LOSSLESS}{scope}: {pluralize(self.num_calls, 'call')} compared, every byte that attention reads is right"
+        )
 
 
 _COLUMN_LEGEND = (
@@ -197,6 +205,7 @@ def replay_trace(
             seconds=runner.nanoseconds / 1e9,
             metrics=runner.runtime.collect_metrics(),
             points=tuple(points),
+            completeness=trace.completeness,
         )
 
 

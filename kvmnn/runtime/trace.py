@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..arrays.completeness import Completeness
 from ..arrays.layers import collect_layers, format_input_prefix, require_common_geometry
 from ..arrays.source import Source
 from ..dtypes import Elements, Floats, KVPair, parse_dtype
@@ -24,10 +25,13 @@ class KVTrace:
         K and V, each ``[kv_head, token, head_dim]``, of one geometry and dtype.
     dtype
         ``"fp16"``, ``"bf16"`` or ``"fp32"``.
+    completeness
+        How much of the model's state the layers are; None if unknown.
     """
 
     layers: tuple[KVPair, ...]
     dtype: str
+    completeness: Completeness | None = None
 
     def __post_init__(self) -> None:
         shapes = {part.shape for layer in self.layers for part in layer}
@@ -75,7 +79,7 @@ def read_trace(source: Source) -> KVTrace:
 
     layers = tuple((read_rows(index), read_rows(index + 1)) for index in range(0, len(arrays), 2))
     with _prefix_errors(source):
-        return KVTrace(layers, dtype)
+        return KVTrace(layers, dtype, source.completeness)
 
 
 @contextmanager

@@ -15,7 +15,8 @@ from repository import FIXTURES
 from kvmnn import KvmnnError
 from kvmnn import open as open_source
 from kvmnn.cli.entry_point import main
-from kvmnn.runtime import KVTrace, RuntimeConfig, read_trace, replay_trace
+from kvmnn.errors import SourceError
+from kvmnn.runtime import KVTrace, ReplayResult, RuntimeConfig, read_trace, replay_trace
 from kvmnn.runtime.strict.codec import RowCodec
 
 KEYS: dict[str, Any] = {
@@ -82,6 +83,28 @@ def test_replay_lossless_requires_all_calls(history: KVTrace) -> None:
     assert "LOSSLESS" not in str(result)
     assert str(result).splitlines()[-1] == "equal in the 12 of 244 calls that were compared"
     assert str(replace(result, wrong_calls=3)).splitlines()[-1].startswith("WRONG: ")
+
+
+def test_replay_of_a_part_of_a_cache_says_what_is_missing(cache: Path, tmp_path: Path, run: Any) -> None:
+    """As all verbs that read arrays: what was compared is less than the state of the model."""
+    arrays = {
+        f"layer_{layer}.{name}": np.load(cache)[name[0]][layer] for layer in (0, 1, 3) for name in ("key", "value")
+    }
+    np.savez(tmp_path / "part.npz", **arrays)
+    (tmp_path / "config.json").write_text(json.dumps(KEYS))
+    words = ("mnn", "replay", tmp_path / "part.npz", "--engine-config", tmp_path / "config.json", "--compare", "all")
+    lines = run(*words).out.splitlines()
+    assert lines[-2].startswith("LOSSLESS for these arrays: 243 calls compared")
+    assert lines[-1] == "incomplete: layer 2 is missing before layer 3"
+    document = json.loads(run(*words, "--json").out)
+    assert document["completeness"]["missing"] == ["layer 2 is missing before layer 3"]
+    result = ReplayResult.from_dict(document, complete=True)
+    assert result.completeness is not None and result.format_lines()[-2:] == lines[-2:]
+    with pytest.raises(SourceError, match="completeness"):
+        ReplayResult.from_dict(document | {"completeness": {"layers": 3}})
+    (tmp_path / "replay.json").write_text(json.dumps(document))
+    run("report", tmp_path / "replay.json", "-o", tmp_path / "r.md")
+    assert "incomplete: layer 2 is missing before layer 3" in (tmp_path / "r.md").read_text()
 
 
 def test_replay_stores_all_cold_tokens(history: KVTrace) -> None:

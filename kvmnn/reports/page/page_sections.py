@@ -8,6 +8,7 @@ from dataclasses import replace
 from statistics import fmean
 
 from ..._util.text import pluralize
+from ...arrays.completeness import format_missing
 from ...bench.benchmark import ArrayBenchReport, BenchReport, CodecBenchResult
 from ...evaluation.result import EvaluationResult
 from ...gates.suite.results import CaseRuns
@@ -673,7 +674,7 @@ def _build_replay_memory_blocks(name: str, replay: ReplayResult) -> list[Block]:
         f"Lossy {metrics.lossy_ratio:.3f}, held {held_text}, in all {total}; of what was encoded {coded_text}; "
         f"{pluralize(metrics.h2o_lossless_fallback_count, 'fallback')}."
     )
-    return [Paragraph(text), chart]
+    return [Paragraph("; ".join([text, *format_missing(replay.completeness)])), chart]
 
 
 def _build_evaluation_memory_blocks(name: str, evaluation: EvaluationResult) -> list[Block]:

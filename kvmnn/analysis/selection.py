@@ -7,18 +7,20 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..arrays import layers
-from ..arrays.completeness import Completeness
+from ..arrays.completeness import Completeness, merge_completeness
 from ..arrays.source import Source
 from ..dtypes import PARTS, Part
-from ..errors import LimitError, MissingFileError, OptionError, SourceError
+from ..errors import KvmnnError, LimitError, MissingFileError, OptionError, SourceError
 from ..files.change_detection import FileState
 from ..files.schema import Record, json_key, read_bounded
 from ..formats import detect, find_readable_entry
+from ..formats import open as open_source
 from .options import MeasureOptions, NothingSelectedError, Scope
 from .tensor_reader import ArrayTensor, DumpTensor, EmptyTensor, FileTensor
 
@@ -134,10 +136,16 @@ class DumpSelection:
     skip_examples: dict[str, str] = field(default_factory=dict)
     #: Inputs that were dequantised.
     coded_input: CodedInputInfo = field(default_factory=CodedInputInfo)
-    #: The part of the model's state that the arrays contain, if known.
-    completeness: Completeness | None = None
+    #: The part of the model's state that each input contains, if known.
+    completeness_by_input: dict[str, Completeness | None] = field(default_factory=dict)
     #: Number of entries that each option excluded.
     filter_counts: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def completeness(self) -> Completeness | None:
+        """Return the part of the model's state that the arrays contain; None if unknown."""
+        inputs = list(self.completeness_by_input.items())
+        return inputs[0][1] if len(inputs) == 1 else merge_completeness(inputs)
 
     def require_entries(self) -> None:
         """Raise `NothingSelectedError` if nothing is selected."""
@@ -223,6 +231,8 @@ def add_dumps(selection: DumpSelection, root: Path, scope: Scope) -> None:
         raise NothingSelectedError(
             f"{root}: has no meta_*.json file below it, so it is not an MNN KV dump{_suggest_readable(str(root))}"
         )
+    with suppress(KvmnnError):  # faults are counted below, as the reference counts them
+        selection.completeness_by_input[str(root)] = open_source(root).completeness
     for meta_path in meta_paths:
         selection.num_scanned += 1
         try:
@@ -252,7 +262,7 @@ def add_source(selection: DumpSelection, source: Source, scope: Scope, label: st
     arrays = layers.collect_layers_or_latents(source)
     values = {entry.layer: entry for entry in arrays if entry.part == "value"}
     selection.coded_input.add_source(source)
-    selection.completeness = source.completeness
+    selection.completeness_by_input[label] = source.completeness
     for key in (entry for entry in arrays if entry.part == "key"):
         selection.num_scanned += 1
         value = values.get(key.layer)

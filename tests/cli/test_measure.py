@@ -41,6 +41,21 @@ def test_measure_writes_json_and_markdown(here, run):
     assert sorted(path.name for path in here.iterdir()) == ["dump", "new"]
 
 
+def test_measure_names_missing_layers_of_dumps(here, run):
+    """A layer between others is not there; a fault of a dump is a skip, as before."""
+    write_dump(Path("part"), 0, 0, K, V)
+    write_dump(Path("part"), 2, 0, K, V)
+    problem = "layer 1 is missing before layer 2"
+    assert run("measure", "part").out.splitlines()[-1] == f"incomplete: {problem}"
+    document = json.loads(run("measure", "part", "--json").out)
+    assert document["completeness"]["missing"] == [problem]
+    np.savez(
+        "more.npz", **{"layer_0.key": words(3, 40).transpose(1, 0, 2), "layer_0.value": words(4, 40).transpose(1, 0, 2)}
+    )
+    assert run("measure", "part", "more.npz").out.splitlines()[-1] == f"incomplete: {here}/part: {problem}"
+    assert "incomplete" not in run("measure", "dump").out
+
+
 def _damaged(name: str) -> str:
     """Three layers in a file, or a store, whose layer 1 has one bit that is not what it was; the rest is whole."""
     pairs = [(words(n, 40)[None], words(n + 3, 40)[None]) for n in range(3)]

@@ -103,8 +103,9 @@ def test_layer_streams_say_which_state_is_missing(tmp_path: Path, profile: Path,
     result = encode_layers(source, folder, LayerStreamOptions(codec=codec, profile=str(profile), settings=settings))
     verified = verify_layers(folder, source, profile=profile)
     hashed = verify_layers(folder, profile=profile)
-    for shown in (result, verified, hashed):
-        assert f"{shown.label} for these arrays (" in str(shown) and f"  incomplete: {missing}" in str(shown)
+    measured = measure_layers(source, LayerStreamOptions(codec=codec, profile=str(profile), settings=settings))
+    for shown in (result, verified, hashed, measured):
+        assert f"{shown.label} for these arrays (" in str(shown) and f"incomplete: {missing}" in str(shown)
         assert shown.to_dict()["completeness"]["missing"] == [missing]
     assert f"  incomplete: {missing}" in str(inspect_layers(folder))
     restored = restore_layers(folder, str(tmp_path / "back"), ReadOptions(profile=str(profile)))

@@ -22,6 +22,7 @@ from ...arrays.engine_metadata import dump_metadata
 from ...arrays.layer_cache import LayerCache
 from ...arrays.layers import LayerArray, collect_layers, format_array_name, format_input_prefix
 from ...arrays.source import (
+    COMPLETENESS_KEY,
     DEQUANTIZED_KEY,
     LOSSY_KEY,
     ROUNDED_TEXT,
@@ -393,7 +394,8 @@ def measure_layers(
         profile_file=os.path.basename(options.profile),
         options=options.document,
         predicted_kl=None if is_rounded_by_codec(source.metadata) else encoder.predicted_kl,
-        metadata=_record_int8(source) | {key: text for key, text in source.metadata.items() if key == LOSSY_KEY},
+        metadata=_record_int8(source)
+        | {key: text for key, text in dump_metadata(source).items() if key in (COMPLETENESS_KEY, LOSSY_KEY)},
         layers=tuple(entries),
         bits_factor=encoder.bits_factor if encoder.has_sensitivities else None,
     )

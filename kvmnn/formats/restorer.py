@@ -15,7 +15,7 @@ from .._util.parallel import Progress
 from .._util.text import LOSSLESS, LOSSY, format_rate, pluralize
 from ..arrays import engine_metadata
 from ..arrays.array import ArrayInfo
-from ..arrays.completeness import Completeness, format_missing
+from ..arrays.completeness import Completeness, describe_scope, format_missing
 from ..arrays.source import DEQUANTIZED_KEY, ENGINE_KEY, Source, parse_completeness, qualify_label
 from ..bundle.decoder import decode_frames
 from ..bundle.frame_set import DecodeOptions, FrameSet
@@ -112,9 +112,10 @@ class RestoreResult(Record):
             return self._format_summary(contents_text, f"frames and manifest of {self.bundle_bytes:,} bytes")
         if self.metadata_files:
             metadata_text = pluralize(len(self.metadata_files), "metadata file")
-            return self._format_summary(f"a KV dump of {arrays_text} and {metadata_text}")
-        *first_texts, last_text = arrays_text, *self.beside
-        line = self._format_summary(" and ".join(filter(None, [", ".join(first_texts), last_text])))
+            line = self._format_summary(f"a KV dump of {arrays_text} and {metadata_text}")
+        else:
+            *first_texts, last_text = arrays_text, *self.beside
+            line = self._format_summary(" and ".join(filter(None, [", ".join(first_texts), last_text])))
         renames_text = describe_renamed_files(zip((array.name for array in self.arrays), self.files, strict=False))
         lines = [*format_missing(self.completeness), *self.losses, *([renames_text] if renames_text else [])]
         return "\n  ".join([line, *lines])
@@ -130,7 +131,9 @@ class RestoreResult(Record):
         )
         if self.is_dequantized:
             check_text += ", of the words dequantised from int8"
-        verification_text = f"{self.label} ({check_text})" if self.is_verified else missing_text
+        is_part = self.passthrough is None and bool(format_missing(self.completeness))
+        scope = describe_scope(len(self.arrays)) if is_part else ""
+        verification_text = f"{self.label}{scope} ({check_text})" if self.is_verified else missing_text
         return (
             f"{self.output or 'standard output'}: {contents_text}, {decoded_text or f'{self.stored_bytes:,}'} -> "
             f"{self.raw_bytes:,} bytes, {verification_text}{format_rate(self.raw_bytes, self.seconds)}"

@@ -205,7 +205,8 @@ def test_completeness_of_folder_whose_arrays_lack_tokens_of_its_documents(
         assert not any("incomplete" in output for output in outputs)
         return
     assert all(f"incomplete: {problem}" in output and "for these arrays" in output for output in outputs)
-    run("decode", "b", "-o", "back/")
+    restored = run("decode", "b", "-o", "back/").out
+    assert f"incomplete: {problem}" in restored and "LOSSLESS for these arrays (read back" in restored
     source = kvmnn.open("back")  # whose completeness.json has the sentence already
     assert source.completeness is not None and len(source.completeness.missing) == 1
     assert problem in run("mnn", "pack", "d", "--backend", "x86-avx2", "--name", "p", "--cast", "-o", "p/", code=1).err

@@ -470,6 +470,17 @@ def _rank_plausible_layouts(
     return [candidate for candidate in ranking if candidate.evidence.is_consistent]
 
 
+def describe_size_doubt(files: PackedFiles) -> str:
+    """Return a sentence about files whose sizes no layout of floats has, whatever the heads; empty if one has them."""
+    if any(True for _ in iter_matches(PackedGeometry(), files.sizes)):
+        return ""
+    key_bytes, value_bytes = files.sizes[0]
+    return (
+        f"no layout of floats has files of {key_bytes:,} bytes for K and {value_bytes:,} for V: they were cut, or "
+        "contain int8 codes"
+    )
+
+
 def format_missing_options(geometry: PackedGeometry, *, include_tokens: bool = False) -> str:
     """Name the numbers that cannot be inferred, and their options, in one sentence."""
     missing_text, tokens_text = geometry.missing_text, "how many tokens are live (--valid-tokens N or --token-ids FILE)"

@@ -42,6 +42,7 @@ from .layout_inference import (
     choose_layout,
     count_nonempty_rows,
     describe_omitted_rows,
+    describe_size_doubt,
     format_layout_options,
     format_missing_options,
     infer_token_count,
@@ -399,9 +400,10 @@ def _resolve_layout(files: PackedFiles, options: PackedOptions, sidecar_info: Ca
             raise
         unresolved_text = f"neither its files nor those of the model in {options.model} say {geometry.missing_text}"
         missing_text = format_missing_options(geometry, include_tokens=not tokens)
-        message = f"{files.path}: {unresolved_text}" if options.model else f"{files.path}: {missing_text}"
+        size_doubt = "" if error.choices or len(files.groups) > 1 else describe_size_doubt(files)
+        message = "; ".join(filter(None, [size_doubt, unresolved_text if options.model else missing_text]))
         choices = [choice if tokens else f"{choice} --valid-tokens N" for choice in error.choices]
-        raise AmbiguousLayoutError(message, choices) from None
+        raise AmbiguousLayoutError(f"{files.path}: {message}", choices) from None
 
 
 def _resolve_group_heads(files: PackedFiles, options: PackedOptions) -> list[tuple[int | None, int | None]]:

@@ -80,6 +80,19 @@ def test_encode_cut_files_is_refused(prefix, run):
     assert error.endswith("files were cut, and MNN would delete this prefix instead of loading it: compute it again\n")
 
 
+def test_commands_files_that_are_all_cut_name_that_before_options(prefix, run):
+    """No option makes the sizes fit: nobody should look for heads and tokens first."""
+    asked = "the files do not say kv_heads (--kv-heads) and head_dim (--head-dim)"
+    for layer in (0, 1):
+        (prefix / f"sys_{layer}.k").write_bytes((prefix / f"sys_{layer}.k").read_bytes()[:8192])
+        (prefix / f"sys_{layer}.v").write_bytes((prefix / f"sys_{layer}.v").read_bytes()[:-8])
+    problem = (
+        "no layout of floats has files of 8,192 bytes for K and 16,376 for V: they were cut, or contain int8 codes"
+    )
+    assert f"prefix: {problem}; {asked}" in run("encode", prefix, "-o", "b/", code=2).err
+    assert f"not known: {problem}; {asked}" in run("inspect", prefix).out
+
+
 def test_repack_forced_zero_rows_are_noted(prefix, run):
     options = (*GEOMETRY, "--valid-tokens", 60, "--target-backend", "x86-avx512")
     assert "expected at most 50" in run("mnn", "repack", prefix, *options, "-o", "r", code=2).err

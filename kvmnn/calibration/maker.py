@@ -39,6 +39,7 @@ from ..profiles import (
     describe_few_tokens,
     measure_tables,
 )
+from ..profiles.statistics import NUM_SINKS
 from ..reports.table import wrap_sentences
 from ..store.adapters import read_layer_caches
 from ..transform import MODES, TransformMode
@@ -197,7 +198,7 @@ def make_profile(
     start = time.process_time()
     query_heads = session.query_heads or interface.kv_heads
     queries = QueryMoments(session.read_layer_parameters(), query_heads, interface.kv_heads, interface.head_dim)
-    statistics, key_metrics = work.load(layers, queries, overwrite=overwrite)
+    statistics, key_metrics = work.load(layers, queries, notes, overwrite=overwrite)
     for index in range(statistics.num_texts, len(windows)):
         caches = _read_window(session, windows[index], key_metrics, queries, progress)
         statistics.add(caches)
@@ -488,9 +489,9 @@ class _WorkFolder:
         self.sensitivities: dict[str, float] = {}
 
     def load(
-        self, layers: Sequence[LayerGeometry], queries: QueryMoments, *, overwrite: bool
+        self, layers: Sequence[LayerGeometry], queries: QueryMoments, notes: list[str], *, overwrite: bool
     ) -> tuple[Statistics, KeyMetrics]:
-        """Return what an earlier call has read, or nothing, and fill `queries`.
+        """Return what an earlier call has read, or nothing, and fill `queries`; add a note if it was damaged.
 
         `OutputError` if another call has read something, unless `overwrite`.
         """
@@ -499,7 +500,8 @@ class _WorkFolder:
             document = loads_strict((self._folder / "state.json").read_bytes())
             loaded = Statistics.load(self._statistics_path)
             if document["settings"] != self._settings:
-                num_other_tokens = loaded.num_tokens
+                # The statistics leave out sinks; every window has more tokens than these.
+                num_other_tokens = loaded.num_tokens + loaded.num_skipped + NUM_SINKS * loaded.num_texts
             else:
                 key_metrics.restore(loaded.extras)
                 queries.restore(loaded.extras)
@@ -507,6 +509,8 @@ class _WorkFolder:
                 statistics, self.sensitivities = loaded, sensitivities
         except (OSError, ValueError, KeyError, TypeError, AttributeError):  # nothing, or nothing that can be used
             key_metrics = KeyMetrics(layers)
+            if self._statistics_path.exists():
+                notes.append(f"{self._folder} of an interrupted command was damaged: all texts were read again.")
         if num_other_tokens and not overwrite:
             raise OutputError(
                 f"{self._folder}: has {num_other_tokens:,} tokens of an interrupted command of other options, texts or "

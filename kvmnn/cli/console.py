@@ -153,6 +153,7 @@ def check_output_suffix(arguments: argparse.Namespace, output: str, arrays: Sequ
     """Raise `UsageError` for a file with an unknown suffix, which would contain raw elements, without ``--raw``."""
     from .._util.text import suggest
     from ..formats import ARRAY_FORMATS
+    from ..profiles.search import SUFFIX
 
     suffix = PurePath(output).suffix.lower()
     is_file = not is_directory_output(output) and (arrays is None or len(arrays) == 1)
@@ -164,8 +165,10 @@ def check_output_suffix(arguments: argparse.Namespace, output: str, arrays: Sequ
         return
     if suffix in (*_RAW_FILE_SUFFIXES, *ARRAY_FORMATS) or not is_file:
         return
-    suggestion = suggest(suffix, ARRAY_FORMATS)
     formats = ", ".join(ARRAY_FORMATS)
+    if suffix == SUFFIX:
+        raise UsageError(f"{output}: arrays are written, not a profile: expected one of {formats}, or a folder DIR/")
+    suggestion = suggest(suffix, ARRAY_FORMATS)
     raise UsageError(
         f"{output}: {suffix!r} is none of {formats}{suggestion}; --raw writes the raw words of one array, "
         f"{output}/ is a folder"

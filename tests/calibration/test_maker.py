@@ -18,11 +18,13 @@ from kvmnn.calibration.layers import find_cache_layers, read_model_layers
 from kvmnn.calibration.metrics import KeyMetrics, compute_value_metrics
 from kvmnn.calibration.queries import QueryMoments
 from kvmnn.calibration.sensitivity import RowTransform, SensitivityProbe, compute_divergence
+from kvmnn.calibration.texts import read_windows
 from kvmnn.dense import RopeConfig
 from kvmnn.errors import KvmnnError, OutputError
 from kvmnn.lm import DecoderSession, compute_fingerprint, dump_kv, import_model
 from kvmnn.lm.onnx.model_files import find_model
 from kvmnn.lm.runner import Runner
+from kvmnn.lm.tokenizer import Tokenizer
 from kvmnn.policies import create_policy
 from kvmnn.profiles import LayerGeometry, Profile, Statistics, build_rows
 from kvmnn.profiles.geometry import rotate_heads
@@ -181,7 +183,12 @@ def test_make_profile_goes_on_where_it_was_interrupted(models: dict[str, Path], 
     folder = tmp_path / "parts.kvmp.partial"
     folder.mkdir()
     (folder / "state.json").write_text("{")
-    make_profile(models["llama"], TEXTS, parts, OPTIONS, overwrite=True)
+    damage_note = f"{folder} of an interrupted command was damaged: all texts were read again."
+    assert damage_note not in make_profile(models["llama"], TEXTS, parts, OPTIONS, overwrite=True).notes
+    folder.mkdir()
+    (folder / "state.json").write_text("{")
+    (folder / "statistics.kvms").write_bytes(b"damaged")
+    assert damage_note in make_profile(models["llama"], TEXTS, parts, OPTIONS, overwrite=True).notes
     assert parts.read_bytes() == whole.read_bytes() and not folder.exists()
 
 
@@ -200,8 +207,10 @@ def test_make_profile_does_not_replace_what_another_interrupted_call_has_read(
     with pytest.raises(Interrupted):
         make_profile(models["llama"], TEXTS, output, OPTIONS, progress=interrupt)
     state = {path.name: path.read_bytes() for path in folder.iterdir()}
+    windows = read_windows(TEXTS, Tokenizer.open_for_model(models["llama"]), OPTIONS.tokens, None, [])
+    tokens = len(windows[0].ids)
     with pytest.raises(
-        OutputError, match=r"a\.kvmp\.partial: has \d+ tokens of an interrupted command of other options"
+        OutputError, match=rf"a\.kvmp\.partial: has {tokens} tokens of an interrupted command of other options"
     ):
         make_profile(models["llama"], TEXTS, output, fewer)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == state and not output.exists()

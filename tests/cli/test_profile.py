@@ -141,6 +141,8 @@ def test_encode_and_decode_with_a_profile(run, work, tmp_path) -> None:
     assert "LOSSLESS" in run("verify", tmp_path / "s").out
     assert "every byte" in run("verify", tmp_path / "s", "--against", work / "kv").out
     assert "equal" in run("diff", tmp_path / "s", work / "kv").out
+    refused = run("decode", tmp_path / "s", "-o", tmp_path / "x.kvmp", code=2).err
+    assert "x.kvmp: arrays are written, not a profile: expected one of .npy, .npz, .safetensors, or a folder" in refused
     assert "LOSSLESS (read back, sha256 of layers.json)" in run("decode", tmp_path / "s", "-o", tmp_path / "back/").out
     for path in (work / "kv").glob("*"):
         assert (tmp_path / "back" / path.name).read_bytes() == path.read_bytes(), path.name

@@ -112,9 +112,6 @@ class LazyArray(ArrayInfo):
     #: ``reader(step)`` iterates over the file's own bytes of the array in runs of `chunk_bytes` bytes, the last one
     #: shorter.
     reader: Callable[[int], Iterator[Chunk]] = field(repr=False, compare=False)
-    #: Bits that a number takes in the input, scales included, if the words were dequantised from an engine's codes and
-    #: no description of its cache has them; else None.
-    code_bits: float | None = None
 
     def iter_chunks(self, max_bytes: int = 0) -> Iterator[Chunk]:
         """Iterate over the array's bytes as little-endian words in memory order: uint8, 1-D, contiguous, read-only.

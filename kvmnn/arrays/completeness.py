@@ -167,6 +167,21 @@ def build_pair_document(pair: tuple[Completeness | None, Completeness | None]) -
     return {"completeness": dict(zip(("first", "second"), documents, strict=True))}
 
 
+SHIFTED_KEYS_TEXT: Final = (
+    "K lacks a constant for each channel, which MNN takes off int8 keys (attention_mode 9, 10) and keeps in memory "
+    "alone: the K of further tokens has it, so a continuation would be wrong; compute the cache with attention_mode 8"
+)
+"""Sentence about K of MNN's int8 caches. Softmax does not see the constants as long as all K lacks them."""
+
+
+def add_missing_state(completeness: Completeness | None, sentence: str) -> Completeness:
+    """Return the completeness with one more sentence about state that the arrays do not contain, unless it has it."""
+    completeness = completeness or Completeness()
+    if sentence in completeness.other_missing:
+        return completeness
+    return replace(completeness, other_missing=(*completeness.other_missing, sentence))
+
+
 class IncompleteCacheError(SourceError):
     """A cache that contains only a part of the model's state, where all of it is required."""
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..files.schema import JsonReader, parse_document
 from ..packed.cache_info import MAX_TOKEN_ID, PositionRuns
-from .completeness import dump_completeness_json
+from .completeness import SHIFTED_KEYS_TEXT, add_missing_state, dump_completeness_json
 from .engine_cache import BatchText, EngineCacheInfo, select_engine_layers
 from .llama_transforms import TRANSFORMS, Transform
 from .source import COMPLETENESS_KEY, ENGINE_KEY, Source, parse_completeness
@@ -46,9 +46,11 @@ def add_completeness_metadata(source: Source) -> dict[str, str]:
 
 
 def restore_completeness(source: Source, where: str) -> None:
-    """Set the completeness of a source from its metadata, unless its reader did."""
+    """Set the completeness of a source from its metadata, unless its reader did; K that was int8 is never complete."""
     if source.completeness is None:
         source.completeness = parse_completeness(source.metadata, source, where)
+    if source.lossy:
+        source.completeness = add_missing_state(source.completeness, SHIFTED_KEYS_TEXT)
 
 
 def restore_metadata(source: Source, where: str, *, is_subset: bool = False) -> None:

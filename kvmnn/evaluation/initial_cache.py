@@ -75,15 +75,11 @@ def match_layout(
     location = f"{start.name}: compared on the first {pluralize(tokens, 'token')}"
     if any(trial.distance > MIN_NON_ROUNDING_DISTANCE for trial in best.values()):
         distant_parts = [part for part, trial in best.items() if trial.distance > MIN_NON_ROUNDING_DISTANCE]
-        reason = (
-            "K of MNN's int8 caches lack the maximum of each channel, which the engine alone has"
-            if start.has_shifted_keys and distant_parts == ["key"]
-            else "expected a cache of the same model, text and positions"
-        )
         raise SourceError(
             f"{location} its {_format_parts(distant_parts)} "
             f"{'is no rounding' if len(distant_parts) == 1 else 'are no roundings'} of this model's "
-            f"({_format_distances(as_stored)}): {reason} (--invert none goes on with it as it is)"
+            f"({_format_distances(as_stored)}): expected a cache of the same model, text and "
+            "positions (--invert none goes on with it as it is)"
         )
     names = tuple(dict.fromkeys(name for part in PARTS for name in best[part].names))
     if start.inverted_transforms == UNDO_AUTO:

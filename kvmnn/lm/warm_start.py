@@ -235,8 +235,6 @@ class InitialCache:
     dtype: str
     #: Bytes of K and V of a token in each layer, in the input's types; None unless any of these is quantised.
     token_bytes: tuple[float, ...] | None = None
-    #: Whether K are MNN's int8 ones: without the maximum of each channel, which the engine alone has.
-    has_shifted_keys: bool = False
     #: Transforms to invert: names of `kvmnn.arrays.engine_transforms`, `UNDO_AUTO` or `UNDO_NONE`.
     inverted_transforms: tuple[str, ...] = ()
     #: Ids of all tokens seen; None if only their hash is known.
@@ -416,7 +414,6 @@ def read_initial_cache(
         tokens_seen=num_seen,
         dtype="/".join(cast.source for cast in casts),
         token_bytes=token_bytes,
-        has_shifted_keys=any(entry.array.code_bits for entry in arrays[::2]),
         ids=ids,
         ids_hash=ids_hash,
         sha256=sha256,
@@ -428,17 +425,17 @@ def read_initial_cache(
 
 
 def _compute_token_bytes(source: Source, arrays: Sequence[LayerArray]) -> tuple[float, ...] | None:
-    """Compute `InitialCache.token_bytes`: from the types that another engine's file names, float8 and MNN's int8."""
+    """Compute `InitialCache.token_bytes`: from the types that another engine's file names, and float8."""
     engine = source.engine_cache
     has_types = engine is not None and bool(engine.dequantised) and len(engine.types) == len(arrays)
-    if not has_types and not any(entry.array.element or entry.array.code_bits for entry in arrays):
+    if not has_types and not any(entry.array.element for entry in arrays):
         return None
     layers = len(arrays) // 2  # `types` has those of K of all layers, then V; `arrays` has K and V of each
     num_bytes = [0.0] * layers
     for number, entry in enumerate(arrays):
         kv_heads, _, head_dim = entry.geometry
         word_bits = 8 if entry.array.element else 8 * dtypes.parse_dtype(entry.array.dtype).itemsize
-        bits: float = entry.array.code_bits or word_bits
+        bits: float = word_bits
         if has_types and engine is not None:
             bits = engine.type_bits.get(engine.types[number // 2 + number % 2 * layers], bits)
         num_bytes[number // 2] += kv_heads * head_dim * bits / 8

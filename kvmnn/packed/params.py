@@ -93,16 +93,6 @@ class LayoutParams:
         """Return whether K (``"key"``) or V (``"value"``) is int8."""
         return self.int8_keys if part == "key" else self.int8_values
 
-    def compute_code_bits(self, part: Part) -> float | None:
-        """Compute the bits of an int8 number with its share of scales and biases; None for floats.
-
-        K has a scale and a bias, float32 each, for the dims of a token, V for the tokens of a block.
-        """
-        if not self.is_int8(part):
-            return None
-        group_size = self.head_dim if part == "key" else self.flash_block
-        return 8 + 64 / (group_size or 1)
-
     def get_pack_numbers(self, part: Part) -> tuple[int, int]:
         """Return lP and hP of K or V; lP8 and hP8 for int8."""
         return (self.lP8 or 1, self.hP8 or 1) if self.is_int8(part) else (self.lP, self.hP)
@@ -119,7 +109,7 @@ class LayoutParams:
         sentences = []
         if self.int8_keys:
             sentences.append(
-                "keys: int8 codes hold each key minus its channel's maximum at the time, rounded to 256 steps; the "
+                "keys: int8 codes hold each key minus its channel's maximum at the time, rounded to 256 steps, and the "
                 "maxima are kept in the engine's memory only, so keys come back shifted by a constant per channel"
             )
         if self.int8_values:

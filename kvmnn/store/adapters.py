@@ -132,8 +132,6 @@ def read_layer_caches(
     ------
     IncompleteCacheError
         If a part of the state of the model is missing, or there are windows and `with_windows` is not set.
-    OptionError
-        If K and V were restored from int8.
     SourceError
         If tokens are missing, or the cache does not start at the first token of a text.
     KvmnnError
@@ -144,8 +142,6 @@ def read_layer_caches(
     if with_states and completeness is not None:
         completeness = include_states(completeness, source.states)
     require_complete(completeness, where, "a stored prefix")
-    if source.lossy:
-        raise OptionError(f"{where}: K and V were made from int8: no engine takes such a prefix up again")
     windows = (
         find_window_layers(source.completeness, read_positions_by_layer(source))
         if source.completeness is not None

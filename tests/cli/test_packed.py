@@ -540,51 +540,88 @@ def test_packed_int8_cache_is_read_with_a_note(tmp_path, monkeypatch, run, int8)
     argv = ["live", "--kv-heads", 2, "--head-dim", 6, "--valid-tokens", TOKENS, "--backend", f"int8={int8}"]
     said = run("mnn", "unpack", *argv, *ON_AVX2, "-o", "a.npz")
     assert "LOSSY (int8 times scale plus bias)" in said.out
-    assert "note: keys: int8 codes hold each key minus its channel's maximum" in said.err
+    assert "LOSSY: keys: int8 codes hold each key minus its channel's maximum" in said.err
+    incomplete = "  incomplete: K lacks a constant for each channel"
+    assert incomplete in said.out
     assert ("values: rounded to 256 steps" in said.err) == (int8 == "both")
     found = np.load("a.npz")
     for part, expected in zip(("key", "value"), cache.to_arrays(), strict=True):
         np.testing.assert_array_equal(found[f"layer_0.{part}"], expected)
     # Frames keep the words, not the codes: neither verb may call that lossless.
     made = run("encode", *argv, *ON_AVX2, "-q", "-o", "frames/").out
-    assert "LOSSY (int8 times scale plus bias; of the dequantised words, decoded and compared)" in made
+    assert "LOSSY for these arrays (int8 times scale plus bias; of the dequantised words, decoded and compared)" in made
     said = run("verify", "frames/", "--against", *argv, *ON_AVX2).out
-    assert "LOSSY (every byte of the words dequantised from int8 compared with live)" in said
+    assert "LOSSY for these arrays (every byte of the words dequantised from int8 compared with live)" in said
     assert "LOSSLESS" not in made + said
     assert json.loads(run("verify", "frames/", "--json").out)["label"] == "LOSSY"
-    assert "LOSSY (decoded, sha256 of the manifest, of the words dequantised from int8)" in run("verify", "frames/").out
+    said = run("verify", "frames/").out
+    assert "LOSSY for these arrays (decoded, sha256 of the manifest, of the words dequantised from int8)" in said
     assert json.loads(Path("frames/manifest.json").read_text())["metadata"]["kvmnn.dequantised"] == "int8"
-    packed = run("mnn", "pack", *argv, *ON_AVX2, "--name", "sys", "-o", "packed/").out
-    assert "LOSSY (dequantised from int8, " in packed and "LOSSLESS" not in packed
-    ids = ["--token-ids", ",".join(map(str, range(TOKENS))), "--fingerprint", "m"]
-    for source in (["frames/"], [*argv, *ON_AVX2]):
-        assert "made from int8" in run("store", "put", "store/", *source, *ids, code=2).err
-    assert not Path("store").exists()
     said = run("mnn", "unpack", "frames/", "-o", "unpacked.npz").out
-    said += run("mnn", "pack", "frames/", "--backend", "x86-avx2", "--name", "sys", "-o", "repacked/").out
     said += run("encode", "frames/", "-o", "dense/", "--codec", "dense").out + run("verify", "dense/").out
     said += run("decode", "frames/", "-o", "words.npz").out
     said += run("encode", *argv, *ON_AVX2, "-o", "x.zarr").out + run("verify", "x.zarr").out
     said += run("decode", "x.zarr", "-o", "zarr.npz").out
-    assert said.count("LOSSY") == 8 and "LOSSLESS" not in said
-    assert "LOSSLESS" in run("encode", "words.npz", "-o", "words/").out  # here the words are the input
-    run("profile", "make", "--from", "a.npz", "--for", "lossless", "--below", 0, "--rope", "none", "-o", "p.kvmp")
+    assert said.count("LOSSY (") + said.count("LOSSY for these arrays (") == 7
+    assert said.count("incomplete: K lacks") == 7 and "LOSSLESS" not in said
+    for path in ("a.npz", "words.npz", "zarr.npz"):  # here the words are the input
+        said = run("encode", path, "-o", "words/", "-f").out + run("verify", "words/").out
+        assert said.count("LOSSLESS copy of LOSSY K and V") == said.count("incomplete: K lacks") == 2
+    assert "K lacks a constant" in run("profile", "make", "--from", "a.npz", "-o", "p.kvmp", code=1).err
+    np.savez("bare.npz", **found)
+    run("profile", "make", "--from", "bare.npz", "--for", "lossless", "--below", 0, "--rope", "none", "-o", "p.kvmp")
     codec = ["--codec", "profile:p.kvmp,below=0"]
     said = run("encode", *argv, *ON_AVX2, "-o", "streams/", *codec).out + run("verify", "streams/").out
     said += run("verify", "streams/", "--against", *argv, *ON_AVX2).out + run("measure", *argv, *ON_AVX2, *codec).out
     said += run("decode", "streams/", "-o", "streamed.npz").out + run("mnn", "unpack", "streams/", "-o", "u.npz").out
-    assert said.count("LOSSY (") == 6 and "LOSSLESS" not in said
+    assert said.count("LOSSY (") + said.count("LOSSY for these arrays (") == 6 and "LOSSLESS" not in said
     assert json.loads(run("verify", "streams/", "--json").out)["label"] == "LOSSY"
-    assert "LOSSLESS" in run("encode", "streamed.npz", "-o", "s/", *codec).out
+    assert "LOSSLESS copy of LOSSY K and V" in run("encode", "streamed.npz", "-o", "s/", *codec).out
     said = run("inspect", *argv, *ON_AVX2).out
+    assert incomplete in said
     assert f"int8 {'K and V' if int8 == 'both' else 'K'} (lP8 4, hP8 8)" in said
     assert "(840 live" in said
     assert "int8 caches need the backend named" in run("mnn", "unpack", *argv, "-o", "b.npz", code=2).err
     compact = ["mnn", "compact", *argv, *ON_AVX2, "--name", "x", "--remove", 3, "-o", "c/"]
     assert "an int8 cache: the engine keeps no part of a window" in run(*compact, code=1).err
-    pack = ("mnn", "pack", *argv, "--backend", "x86-avx2", "--name", "sys", "-o", "q/", "--rerotate")
-    assert "int8 K cannot be rotated: it lacks the maximum of each channel" in run(*pack, code=2).err
     assert (
         "is not a packed cache"
         in run("mnn", "repack", *argv, "--backend", "x86-avx2", "--target-backend", "x86-sse", "-o", "d/", code=2).err
     )
+
+
+@pytest.mark.parametrize("int8", ["keys", "both"])
+def test_commands_that_hand_int8_keys_to_an_engine_refuse(tmp_path, monkeypatch, run, int8):
+    """Whatever the arrays went through: K of a continuation has the constants that they lack."""
+    monkeypatch.chdir(tmp_path)
+    layout = PackLayout.from_backend("x86-avx2", kv_heads=2, head_dim=6, int8_keys=True, int8_values=int8 == "both")
+    cache = PackedCache(layout)
+    cache.append(*packed_samples.arrays(1, 2, TOKENS, 6))
+    Path("live").mkdir()
+    Path("live/00005560831CAB70.k").write_bytes(cache.key_buffer.tobytes())
+    Path("live/00005560831CAB70.v").write_bytes(cache.value_buffer.tobytes())
+    live = ["live", "--kv-heads", 2, "--head-dim", 6, "--valid-tokens", TOKENS]
+    live += ["--backend", f"int8={int8}", "--backend", "x86-avx2"]
+    paths = ["a.npz", "a.safetensors", "folder/", "frames/", "dense/", "a.zarr", "dump/", "old/"]
+    for path in paths[:3]:
+        run("mnn", "unpack", *live, "-o", path)
+    run("encode", *live, "-o", "frames/")
+    run("encode", "a.safetensors", "-o", "dense/", "--codec", "dense")
+    run("encode", *live, "-o", "a.zarr")
+    run("mnn", "unpack", "frames/", "--output-kind", "dump", "-o", "dump/")
+    run("encode", *live, "-o", "old/")  # as earlier versions wrote it, which recorded the type alone
+    manifest = json.loads(Path("old/manifest.json").read_text())
+    manifest["metadata"] = {"kvmnn.dequantised": "int8"}
+    Path("old/manifest.json").write_text(json.dumps(manifest))
+    ids = ["--token-ids", ",".join(map(str, range(TOKENS))), "--fingerprint", "m"]
+    for path in paths:
+        for options in ([], ["--rerotate"]):
+            target = ["--backend", "x86-avx2", "--name", "sys", "-o", "packed/"]
+            said = run("mnn", "pack", path, *target, *options, code=1).err
+            assert "cannot make a prefix cache of a part of the state: K lacks a constant for each channel" in said
+            assert "compute the cache with attention_mode 8" in said
+    for source in (["a.npz"], ["old/"], live):
+        assert "K lacks a constant for each channel" in run("store", "put", "store/", *source, *ids, code=1).err
+    pack = ["mnn", "pack", *live, "--name", "sys", "-o", "packed/", "--ignore", "contradictions"]
+    assert "K lacks a constant" in run(*pack, code=1).err
+    assert not Path("store").exists() and not Path("packed").exists()

@@ -113,8 +113,6 @@ def _make_cache(source: Source, torch: Any, transformers: Any, device: Any) -> A
         warnings.warn(
             f"{label}: holds no beginning of a text, and a DynamicCache counts from 0: {engine_cache}", stacklevel=3
         )
-    if ordered_source.lossy:
-        raise OptionError(f"{label}: K and V were made from int8: no model takes such a cache up again")
     axes = ordered_source.axes or infer_conventional_axes(ordered_source.arrays, token_major=ordered_source.token_major)
     if ordered_source.axes is None and (hint := suggest_token_major(ordered_source)):
         warnings.warn(hint, stacklevel=3)

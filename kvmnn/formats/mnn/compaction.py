@@ -442,9 +442,9 @@ def compact(
 def _expand_plans(reader: PackedCacheReader, plans: Sequence[CompactionPlan], dialect: str) -> list[CompactionPlan]:
     """Return a plan for each layer, validated as far as possible without applying it."""
     info = reader.info
-    require_complete(reader.completeness, reader.files.path, "a compacted cache")
     if info.layout.is_quantized:
         raise KvmnnError(f"{reader.files.path}: an int8 cache: the engine keeps no part of a window of those")
+    require_complete(reader.completeness, reader.files.path, "a compacted cache")
     if len(plans) not in (1, len(info.layers)):
         raise KvmnnError(f"{len(plans)} plans for {len(info.layers)} layers: expected one, or one for each")
     layer_plans = list(plans) if len(plans) == len(info.layers) else list(plans) * len(info.layers)

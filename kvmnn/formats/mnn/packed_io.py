@@ -42,7 +42,6 @@ def make_packed_array(name: str, path: str, layout: PackLayout, part: Part, laye
         dtype=dtype,
         shape=(layout.kv_heads, layer.tokens, layout.head_dim),
         array_dtype=dtypes.parse_dtype(dtype).numpy_dtype.str,
-        code_bits=layout.compute_code_bits(part),
         reader=partial(_iter_packed_chunks, path, layout, part, layer),
     )
 

@@ -13,9 +13,9 @@ from pathlib import PurePath
 
 from ..._util.text import pluralize as count_of
 from ...arrays.array import UnsupportedArrayError
-from ...arrays.completeness import Completeness
+from ...arrays.completeness import SHIFTED_KEYS_TEXT, Completeness, add_missing_state
 from ...arrays.layers import format_array_name
-from ...arrays.source import PACKED_FILES_KEY, Source
+from ...arrays.source import LOSSY_KEY, PACKED_FILES_KEY, Source, join_losses
 from ...bundle.manifest import MANIFEST_NAME, dump_packed_record
 from ...dtypes import PARTS
 from ...errors import KvmnnError, MissingFileError, OptionError, SourceError, UnsuitableOptionError
@@ -72,8 +72,9 @@ class PackedCacheReader:
 
     @property
     def completeness(self) -> Completeness | None:
-        """Return the state of every layer, if some have no K and V of their own; else None."""
-        return build_completeness(self.info, self.files.model_states)
+        """Return the state of every layer, if some have no K and V of their own or K is int8; else None."""
+        completeness = build_completeness(self.info, self.files.model_states)
+        return add_missing_state(completeness, SHIFTED_KEYS_TEXT) if self.info.layout.is_quantized else completeness
 
     def to_source(self, dtype: str | None = None, *, include_unused: bool = False) -> Source:
         """Return ``layer_<n>.key`` and ``layer_<n>.value``, each ``[kv_head, token, head_dim]``, of every layer.
@@ -101,9 +102,9 @@ class PackedCacheReader:
             completeness=self.completeness,
             doubt=self.ignored_conflict or self.omitted_rows_text,
         )
-        if layout.is_quantized:  # no way back to these files: what was lost is said, and nothing is noted down
-            source.notes += layout.unrecoverable_parts
+        if layout.is_quantized:  # no way back to these files, whose description is of no use then
             source.lossy = True
+            source.metadata[LOSSY_KEY] = join_losses(*layout.unrecoverable_parts)
             return source
         source.cache, source.states = self.info, list_opaque_states(self.files)
         source.metadata[cache_info.METADATA_KEY] = cache_info.dump_cache_info(self.info)

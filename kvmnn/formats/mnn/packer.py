@@ -238,11 +238,6 @@ def pack(
     """
     require_complete(_ignore_eviction(source), " ".join(source.inputs), "a prefix cache")
     _refuse_windows(source)
-    if rerotate and source.lossy:
-        raise OptionError(
-            f"{format_input_prefix(source)}int8 K cannot be rotated: it lacks the maximum of each channel, which MNN "
-            f"alone has"
-        )
     notes, doubt = list(source.notes), source.doubt
     source, order_notes = engine_transforms.to_common_order(source)
     notes += order_notes

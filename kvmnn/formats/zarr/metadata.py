@@ -418,9 +418,9 @@ def restore_attributes(source: Source, attributes: Mapping[str, Any], label: str
     own_node.get("version").check_version(ATTRIBUTES_VERSION)
     metadata = own_node.get("metadata").read_str_map()
     source.metadata = build_subset_metadata(metadata, parse_cache_info(metadata, label)) if is_subset else metadata
-    engine_metadata.restore_completeness(source, label)
     source.token_major = own_node.get("token_major").read_bool()
     source.lossy = own_node.get("lossy").read_bool()
+    engine_metadata.restore_completeness(source, label)
     axes = own_node.get("axes")
     source.axes = None if axes.value is None else axes.read_str()
     if "cache" in own_node.value:

@@ -231,3 +231,28 @@ def test_int8_engine_caches_are_within_one_step(model, tmp_path, mode, int8):
     step = (values.max(axis=1, keepdims=True) - values.min(axis=1, keepdims=True)) / 255
     most = 0.51 * step + 1e-6 if int8 == "both" else 0
     assert (np.abs(found["int8"]["layer_0.value"] - values) <= most).all()
+
+
+@pytest.mark.parametrize(("mode", "int8"), [(9, "keys"), (10, "both")])
+def test_engine_continues_int8_keys_only_with_their_constants(model, prefix, tmp_path, capsys, mode, int8):
+    """Why `pack` refuses them: K of the query has the constants that MNN takes off its int8 keys."""
+    with Engine(model, tmp_path / "live", attention_mode=mode, reuse_kv=False) as engine:
+        engine.call("forward", PREFIX_IDS)
+        arrays = live(tmp_path / "live", engine.pid, 50, int8)
+        backend = ("--kv-heads", 2, "--head-dim", 16, "--backend", f"x86-avx2,int8={int8}")
+        order = ("--valid-tokens", 50, "--layer-order", f"pid={engine.pid}")
+        kvmnn("mnn", "unpack", tmp_path / "live", *backend, *order, "-o", tmp_path / "a.npz")
+    target = (*GEOMETRY, "--name", NAME)
+    assert main(["mnn", "pack", str(tmp_path / "a.npz"), *target, "-o", str(tmp_path / "refused")]) == 1
+    assert "K lacks a constant for each channel" in capsys.readouterr().err
+    geometry = PackedGeometry(kv_heads=2, head_dim=16, backend="x86-avx2")
+    exact = open_any(str(prefix), ReadOptions(packed=PackedOptions(geometry=geometry, valid_tokens=(50,))))
+    found = {}
+    for name in ("shifted", "whole"):
+        np.savez(tmp_path / f"{name}.npz", **arrays)  # without the record
+        kvmnn("mnn", "pack", tmp_path / f"{name}.npz", *target, "-o", tmp_path / name)
+        found[name] = continuation(model, tmp_path / name, tmp_path / f"scratch-{name}")
+        for layer in range(2):
+            key = f"layer_{layer}.key"
+            arrays[key] = arrays[key] + exact[key].to_numpy().max(axis=1, keepdims=True)
+    assert found["whole"] == CONTINUATION != found["shifted"]

@@ -9,7 +9,7 @@ metadata of manifests, of ``.safetensors`` and ``.npz`` files and of Zarr stores
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import field, replace
 from typing import Any, Final, Literal, Self, get_args
 
@@ -276,28 +276,46 @@ def infer_completeness(names: Iterable[str]) -> Completeness | None:
     of a KV dump. A model may have layers without K and V there: with those a cache is not its whole state either. No
     name shows that the last layers are missing.
     """
-    groups: dict[str, list[LayerName]] = {}
-    for count, entry in enumerate(map(parse_layer_name, names)):
-        if count >= 2 * _MAX_LISTED_NAMES or (entry is not None and entry.layer >= _MAX_NUMBERED_LAYERS):
-            return None
-        if entry is not None:
-            groups.setdefault(entry.cache, []).append(entry)
-    sentences = [
-        f"{cache}: {sentence}" if cache and len(groups) > 1 else sentence
-        for cache, entries in groups.items()
-        for sentence in _list_gaps(entries)
-    ]
+    sentences = _describe_caches(names, lambda entries: [*_describe_absent_layers(entries), *_list_gaps(entries)])
     return Completeness(other_missing=tuple(sentences)) if sentences else None
 
 
-def _list_gaps(entries: Sequence[LayerName]) -> list[str]:
-    """Return a sentence for each kind of gap in the arrays of one cache."""
+def accept_absent_layers(completeness: Completeness | None, names: Iterable[str]) -> Completeness | None:
+    """Return the completeness for a model without K and V in the layers between others that `names` lack."""
+    if completeness is None:
+        return None
+    sentences = _describe_caches(names, _describe_absent_layers)
+    other_missing = tuple(sentence for sentence in completeness.other_missing if sentence not in sentences)
+    return replace(completeness, other_missing=other_missing)
+
+
+def _describe_caches(names: Iterable[str], describe: Callable[[Sequence[LayerName]], list[str]]) -> list[str]:
+    """Return the sentences that `describe` returns of the names of each cache; none if they may be of anything."""
+    groups: dict[str, list[LayerName]] = {}
+    for count, entry in enumerate(map(parse_layer_name, names)):
+        if count >= 2 * _MAX_LISTED_NAMES or (entry is not None and entry.layer >= _MAX_NUMBERED_LAYERS):
+            return []
+        if entry is not None:
+            groups.setdefault(entry.cache, []).append(entry)
+    return [
+        f"{cache}: {sentence}" if cache and len(groups) > 1 else sentence
+        for cache, entries in groups.items()
+        for sentence in describe(entries)
+    ]
+
+
+def _describe_absent_layers(entries: Sequence[LayerName]) -> list[str]:
+    """Return a sentence about the layers between those of one cache that have no array."""
     layers = sorted({entry.layer for entry in entries})
     absent = sorted(set(range(layers[0], layers[-1])) - set(layers))
+    verb = "is" if len(absent) == 1 else "are"
+    return [f"{format_layers(absent)} {verb} missing before layer {layers[-1]}"] if absent else []
+
+
+def _list_gaps(entries: Sequence[LayerName]) -> list[str]:
+    """Return a sentence for each kind of gap in the layers of one cache that have arrays."""
+    layers = sorted({entry.layer for entry in entries})
     sentences = []
-    if absent:
-        verb = "is" if len(absent) == 1 else "are"
-        sentences.append(f"{format_layers(absent)} {verb} missing before layer {layers[-1]}")
     layers_by_part = {part: {entry.layer for entry in entries if entry.part == part} for part in PARTS}
     keys, values = layers_by_part["key"], layers_by_part["value"]
     if keys & values:

@@ -17,7 +17,12 @@ from .._util.dataclass import dataclass
 from .._util.text import LOSSY, pluralize
 from ..arrays.array import LazyArray, bytes_array, from_numpy
 from ..arrays.cast import upcast
-from ..arrays.completeness import IncompleteCacheError, require_complete
+from ..arrays.completeness import (
+    IncompleteCacheError,
+    accept_absent_layers,
+    infer_completeness,
+    require_complete,
+)
 from ..arrays.engine_cache import EngineCacheInfo
 from ..arrays.engine_transforms import to_common_order
 from ..arrays.layer_cache import LayerCache
@@ -108,7 +113,12 @@ def _read_state_bytes(array: LazyArray) -> bytes:
 
 
 def read_layer_caches(
-    source: Source, *, token_major: bool = False, with_windows: bool = False, with_states: bool = False
+    source: Source,
+    *,
+    token_major: bool = False,
+    with_windows: bool = False,
+    with_states: bool = False,
+    allow_absent_layers: bool = False,
 ) -> list[LayerCache]:
     """Read K and V of every layer of a source that `kvmnn.open` returns.
 
@@ -127,6 +137,8 @@ def read_layer_caches(
         Also return layers with a sliding window that contain only the last tokens, with their positions.
     with_states
         Whether the caller stores `Source.states` as well; without them the source is incomplete.
+    allow_absent_layers
+        Accept arrays without layers between others, for models that have no K and V there.
 
     Raises
     ------
@@ -141,6 +153,14 @@ def read_layer_caches(
     completeness = source.completeness
     if with_states and completeness is not None:
         completeness = include_states(completeness, source.states)
+    accepted = accept_absent_layers(completeness, source)
+    if allow_absent_layers:
+        completeness = accepted
+    elif accepted is not None and accepted.is_complete and completeness is not None and not completeness.is_complete:
+        raise IncompleteCacheError(
+            f"{where}: cannot make a stored prefix of a part of the state: {'; '.join(completeness.missing)} (if the "
+            "model has no K and V there: --ignore contradictions, in Python allow_absent_layers=True)"
+        )
     require_complete(completeness, where, "a stored prefix")
     windows = (
         find_window_layers(source.completeness, read_positions_by_layer(source))
@@ -372,6 +392,8 @@ def write_prefix(
         if prefix.completeness is None and is_folder_output(str(output), len(source.arrays)):  # dumps have them, too
             ids_text = json.dumps(list(map(int, token_ids[: prefix.tokens]))) + "\n"
             source.metadata[SIDECAR_KEY] = dump_sidecars({TOKEN_IDS_NAME: ids_text.encode()})
+        if prefix.completeness is None:
+            source.completeness = infer_completeness(source)
         from ..formats.mnn import unpack  # packing needs more modules, which take longer than to decode a short prefix
 
         written = unpack(source, output, force=force, is_in_memory=True)

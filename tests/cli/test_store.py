@@ -38,6 +38,30 @@ def arrays(ids: list[int]) -> dict[str, np.ndarray]:
     }
 
 
+def test_store_put_of_a_model_without_k_and_v_in_some_layers(here: Path, run) -> None:
+    """Numbers alone do not show whether a layer was lost or never had K and V: who puts it says so, once."""
+    last = 1 + max(cache.layer for cache in layers_of(IDS))
+    values = arrays(IDS)
+    more = {name.replace("layer_0", f"layer_{last + 1}"): words for name, words in values.items() if "layer_0" in name}
+    np.savez("nas.npz", **values, **more)
+    words = ("store", "put", "S", "nas.npz", "--token-ids", "long.json", "--fingerprint", "m")
+    problem = f"layer {last} is missing before layer {last + 1}"
+    refused = run(*words, code=1).err
+    assert f"{problem} (if the model has no K and V there: --ignore contradictions, in Python" in refused
+    assert not Path("S").exists()
+    put_text = run(*words, "--ignore", "contradictions").out
+    assert put_text.startswith("50 tokens, 50 of them new") and f"\n  incomplete: {problem}\n" in put_text
+    got = run("store", "get", "S", "--token-ids", "long.json", "--fingerprint", "m", "-o", "back.npz").out
+    assert got.endswith(f"\n  incomplete: {problem}\n")
+    assert {name: words.tobytes() for name, words in np.load("back.npz").items()} == {
+        name: words.tobytes() for name, words in {**values, **more}.items()
+    }
+    del values["layer_0.value"]  # of a layer that is there nothing may be missing
+    np.savez("nas.npz", **values, **more)
+    words = (*words[:2], "T", *words[3:])
+    assert "layer 0 has K and no V" in run(*words, "--ignore", "contradictions", code=1).err
+
+
 def test_store_put_match_get(here: Path, run) -> None:
     said = run("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m").out
     assert said.startswith("50 tokens, 50 of them new: 3,200 -> ")

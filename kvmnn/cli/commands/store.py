@@ -59,7 +59,13 @@ def read_layers(source: Source, arguments: argparse.Namespace) -> list[LayerCach
     from ...store.adapters import read_saved_ids
     from ...store.namespace import split_windows, validate_layers
 
-    layers = read_layer_caches(source, token_major=arguments.token_major, with_windows=True, with_states=True)
+    layers = read_layer_caches(
+        source,
+        token_major=arguments.token_major,
+        with_windows=True,
+        with_states=True,
+        allow_absent_layers=arguments.ignore_contradictions,
+    )
     full_layers, window_layers = split_windows(layers, list_window_layers(layers))
     ids = resolve_ids(source, arguments)
     try:
@@ -111,6 +117,7 @@ def list_window_layers(layers: Sequence[LayerCache]) -> list[int]:
 
 
 def _run_put(store: PrefixStore, arguments: argparse.Namespace) -> tuple[CommandResult, int]:
+    from ...arrays.completeness import format_missing, infer_completeness
     from ...arrays.source import is_rounded_by_codec
     from ...formats.layer_streams.codecs import read_attention
 
@@ -144,6 +151,9 @@ def _run_put(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Command
         loss=_shorten_loss(source.metadata),
     )
     _raise_if_unavailable(put_result)
+    if arguments.ignore_contradictions and put_result.stored_tokens == put_result.tokens:
+        absent_lines = format_missing(infer_completeness(source))
+        put_result = replace(put_result, notes=(*put_result.notes, *absent_lines))
     if put_result.stored_bytes and put_result.is_lossy and is_rounded_by_codec(source.metadata):
         note_text = "K and V were rounded before: what was lost in all is not known"
         put_result = replace(put_result, predicted_kl=None, notes=(*put_result.notes, note_text))
@@ -1114,7 +1124,12 @@ def _load_source(arguments: argparse.Namespace) -> Source:
     from ...store.adapters import extract_states
 
     source = extract_states(
-        input_sources.load(arguments.inputs, arguments, with_frames=True, used_options=("model", "token_ids"))
+        input_sources.load(
+            arguments.inputs,
+            arguments,
+            with_frames=True,
+            used_options=("model", "token_ids", "ignore_contradictions"),  # layers without K and V
+        )
     )
     input_sources.report_skipped(source, arguments)
     if resolve_ids(source, arguments) is None:

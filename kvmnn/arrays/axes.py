@@ -33,7 +33,9 @@ def list_padding(cache: EngineCacheInfo | None) -> list[str]:
     rows = [(number, cache.tokens - text.positions.size) for number, text in enumerate(cache.texts)]
     padded = [f"{number} of text {text}" for text, number in rows if number]
     listing = ", ".join(padded[:8]) + (f" and so on for {len(padded)} texts" if len(padded) > 8 else "")
-    return [f"the arrays contain rows of padding: {listing} (--part batch=N takes one text without them)"]
+    return [
+        f"the arrays contain rows of padding: {listing} (--part batch=N takes one text without them, in Python batch=)"
+    ]
 
 
 def select_token_rows(elements: npt.NDArray[Any], rows: Indices) -> npt.NDArray[Any]:
@@ -302,7 +304,9 @@ def _split_into_layers(
                 f"expected {len(axes)} ({axes})"
             )
         if not array.has_axes:
-            raise MissingOptionError(f"{where}: array {array.name!r} holds raw bytes: say their --shape")
+            raise MissingOptionError(
+                f"{where}: array {array.name!r} holds raw bytes: say their --shape (in Python shape=)"
+            )
         cached_elements = _CachedElements(array)
         for layer, part, selection in _iter_layer_parts(
             where, array, axes, is_single=len(arrays) == 1, is_latent=is_latent
@@ -354,8 +358,8 @@ def _iter_layer_parts(
             parts = (parse_part(where, array.name)[0],)
         except SourceError as error:
             raise MissingOptionError(
-                f"{error}, or 2 in --axes for an axis of K and V, or no h where one tensor is both, as in latent "
-                "attention (an array of a .npy file is called as the file)"
+                f"{error}, or 2 in --axes (in Python axes=) for an axis of K and V, or no h where one tensor is both, "
+                "as in latent attention (an array of a .npy file is called as the file)"
             ) from None
     for number, part in enumerate(parts):
         selection = {"2": number} if "2" in axes else {}
@@ -431,15 +435,15 @@ def _select_batch_text(source: Source, batch: int, where: str) -> Source:
                 f"{where}: nothing says which axis of array {example.name!r} {list(example.shape)} is the batch: say "
                 f"--axes bhtd --part batch={batch} (in Python axes='bhtd', batch={batch}) where the first one is"
             )
-        raise OptionError(f"{where}: its arrays have no axis for a batch: leave --part batch out")
+        raise OptionError(f"{where}: its arrays have no axis for a batch: leave --part batch (batch=) out")
     for array in source.arrays:
         if batch >= array.shape[0] == 1:
             raise OptionError(
-                f"{where}: has no text {batch} in its batch, which is of one text: leave --part batch out"
+                f"{where}: has no text {batch} in its batch, which is of one text: leave --part batch (batch=) out"
             )
         if batch >= array.shape[0]:
             raise OptionError(
-                f"{where}: has a batch of {array.shape[0]}: expected --part batch=0 to {array.shape[0] - 1}"
+                f"{where}: has a batch of {array.shape[0]}: expected --part batch=0 to {array.shape[0] - 1} (batch=)"
             )
     arrays = [
         from_strided_view(*_make_view(_CachedElements(array), "bhtd", {"b": batch}, array.name))

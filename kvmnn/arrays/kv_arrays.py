@@ -96,7 +96,8 @@ def read_kv(where: str, arrays: Sequence[LazyArray], hints: AxisHints | None = N
     if "l" in axes:
         if len(pairs) > 1:
             raise MissingOptionError(
-                f"{where}: holds {len(pairs)} pairs of K and V, each with all layers; --tensor chooses"
+                f"{where}: holds {len(pairs)} pairs of K and V, each with all layers; --tensor chooses (in Python "
+                "tensors=)"
             )
         keys, values = (_to_canonical_axes(_load_elements(array), axes) for array in pairs[0])
         if len(keys) != len(values):
@@ -138,7 +139,7 @@ def _group_by_layer(where: str, pairs: list[tuple[LazyArray, LazyArray]]) -> dic
         if number is None:
             raise SourceError(
                 f"{where}: array {pair[0].name!r} does not say which layer it is: expected a name such as "
-                "'layers.3.key', or an axis for the layers (--axes lbhtd, lhtd ...)"
+                "'layers.3.key', or an axis for the layers (--axes lbhtd, lhtd ..., in Python axes=)"
             )
         if number in pairs_by_layer:
             raise SourceError(
@@ -176,7 +177,7 @@ def _resolve_axes(where: str, arrays: Sequence[LazyArray], hints: AxisHints) -> 
     raise AmbiguousAxesError(
         f"{where}: array {example.name!r} {list(example.shape)}: nothing says whether {heads} or {tokens} is the "
         f"number of tokens: say --axes {letters} ({tokens} tokens) or --axes {letters.replace('ht', 'th')} "
-        f"({heads} tokens)"
+        f"({heads} tokens), in Python axes="
     )
 
 
@@ -199,7 +200,7 @@ def _default_axes(where: str, array: LazyArray, layer: int | None) -> str:
     raise error(
         f"{where}: array {array.name!r} has shape {list(array.shape)}: expected five axes (layer, batch, kv_head, "
         "token, dimension), or a layer number in its name and four or three axes (batch, kv_head, token, dimension); "
-        "--axes says otherwise, e.g. --axes lthd"
+        "--axes, in Python axes=, says otherwise, e.g. --axes lthd"
     )
 
 

@@ -42,7 +42,8 @@ def check_one_half(names: Iterable[str], where: str) -> None:
     """Raise `MissingOptionError` for arrays of both halves; the message begins with `where`."""
     if has_halves(names):
         raise MissingOptionError(
-            f"{where}holds K and V of a decoder and of an encoder: --part decoder or --part encoder takes one of them"
+            f"{where}holds K and V of a decoder and of an encoder: --part decoder or --part encoder takes one of them "
+            "(in Python half=)"
         )
 
 
@@ -126,7 +127,8 @@ def collect_layer_arrays(
         if heads > MAX_KV_HEADS >= tokens and not entry.token_major:
             raise AmbiguousAxesError(
                 f"array {entry.array.name!r} {list(entry.array.shape)}: read as [kv_head, token, head_dim] it has "
-                f"{heads:,} heads, more than {MAX_KV_HEADS}: where tokens come first, say so (--token-major)"
+                f"{heads:,} heads, more than {MAX_KV_HEADS}: where tokens come first, say so "
+                "(--token-major, in Python axes=)"
             )
     layers = sorted({layer for layer, _ in entries})
     parts = PARTS[:1] if allow_keys_only and not any(part == "value" for _, part in entries) else PARTS
@@ -168,10 +170,15 @@ def _suggest_axes_option(array: LazyArray) -> str:
         and parsed_name is not None
         and array.name == format_array_name(parsed_name.layer, parsed_name.part)
     ):
-        return f", and it is a batch of {array.shape[0]}: --part batch=N takes one text of it, from 0"
+        return (
+            f", and it is a batch of {array.shape[0]}: --part batch=N takes one text of it, from 0 (in Python batch=)"
+        )
     if len(array.shape) == 4 and parsed_name is not None and not parsed_name.is_dump:
-        return f": if it is a batch of {array.shape[0]}, --axes bhtd --part batch=N takes one text of it, from 0"
-    return " (--axes says how arrays lie)"
+        return (
+            f": if it is a batch of {array.shape[0]}, --axes bhtd --part batch=N takes one text of it, from 0 (in "
+            "Python axes='bhtd', batch=N)"
+        )
+    return " (--axes, in Python axes=, says how arrays lie)"
 
 
 def locate_array(array: LazyArray, token_major: bool) -> tuple[Part, int | None, int, bool]:
@@ -189,8 +196,8 @@ def locate_array(array: LazyArray, token_major: bool) -> tuple[Part, int | None,
     except SourceError:
         raise MissingOptionError(
             f"array {array.name!r}: its name does not say whether it is K or V of which layer: expected e.g. "
-            f"'{format_array_name(0, 'key')}', 'k' with --axes that have l for an axis of layers, or 2 in them for one "
-            "of K and V (an array of a .npy file is called as the file)"
+            f"'{format_array_name(0, 'key')}', 'k' with --axes (in Python axes=) that have l for an axis of layers, or "
+            "2 in them for one of K and V (an array of a .npy file is called as the file)"
             + ("; --axes td takes it as the one tensor of latent attention" if len(array.shape) == 2 else "")
         ) from None
     layer = parse_layer(name_without_part)
@@ -207,7 +214,7 @@ def _has_tokens_first(array: LazyArray) -> bool:
         raise AmbiguousAxesError(
             f"array {array.name!r} {list(array.shape)}: nothing says whether {first_length} or {second_length} is the "
             f"number of tokens: say --axes {letters} ({second_length} tokens) or --axes {letters.replace('ht', 'th')} "
-            f"({first_length} tokens)"
+            f"({first_length} tokens), in Python axes="
         )
     return second_length <= MAX_KV_HEADS
 

@@ -140,7 +140,7 @@ def parse_part(where: str, name: str) -> tuple[Part, str]:
             return part, f"{name[: word.start()]}*{name[word.start() + len(letters) :]}"
     raise SourceError(
         f"{where}: array {name!r} is neither K nor V by its name: expected a word k, key or keys, v, value or values "
-        "in it (--tensor chooses arrays)"
+        "in it (--tensor, in Python tensors=, chooses arrays)"
     )
 
 

@@ -177,7 +177,7 @@ def replay_trace(
     if compare not in COMPARE_MODES:
         raise KvmnnError(f"compare is {repr_short(compare)}: expected one of {', '.join(COMPARE_MODES)}")
     if config.h2o.enable and attention is None:
-        raise KvmnnError("kv_h2o_enable without attention: an eviction plan needs scores (kvmnn mnn replay --scores)")
+        raise KvmnnError("kv_h2o_enable without attention: an eviction plan needs scores (attention=, or --scores)")
     if attention is not None:
         check_attention(attention, len(trace.layers), trace.tokens)
         config = replace(config, h2o=replace(config.h2o, heads=int(attention[0].shape[0])))

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import kvmnn
-from kvmnn.errors import OptionError, SourceError
+from kvmnn.arrays.layers import collect_layers
+from kvmnn.errors import KvmnnError, OptionError, SourceError
 
 LENGTHS = {"2": 2, "l": 3, "b": 2, "h": 4, "t": 5, "d": 6}
 
@@ -188,6 +189,20 @@ def test_verb_ambiguous_axes_are_refused(tmp_path: Path, run: Any) -> None:
     wide = np.zeros((5, 300, 6), np.float16)  # no decoder has 300 kv heads
     np.savez(tmp_path / "b.npz", **{"0.0": wide, "0.1": wide})
     run("measure", tmp_path / "b.npz")
+
+
+def test_errors_of_missing_axes_name_option_and_keyword(tmp_path: Path) -> None:
+    """Who calls a function has no options."""
+    np.savez(tmp_path / "a.npz", **{"0.0": words(1, "thd"), "0.1": words(2, "thd")})
+    np.savez(tmp_path / "b.npz", **{name: np.zeros((2, 3, 4, 5, 6), np.float16) for name in ("layer_0.key", "x")})
+    for name, message in (
+        ("a.npz", r"--axes htd \(4 tokens\) or --axes thd \(5 tokens\), in Python axes="),
+        ("b.npz", r"\(--axes, in Python axes=, says how arrays lie\)"),
+    ):
+        with pytest.raises(KvmnnError, match=message):
+            collect_layers(kvmnn.open(tmp_path / name))
+    with pytest.raises(OptionError, match=r"leave --part batch \(batch=\) out"):
+        kvmnn.open(tmp_path / "a.npz", batch=0, axes="thd")
 
 
 def test_verb_undeclared_batch_error_names_the_option(tmp_path: Path, run: Any) -> None:

@@ -60,7 +60,7 @@ def test_compare_bitwise_undeclared_axes_are_reported() -> None:
     )
     hint = (
         "0.0.npz: array '0.0' [2, 5, 4]: nothing says whether 2 or 5 is the number of tokens: say --axes htd (5 "
-        "tokens) or --axes thd (2 tokens)"
+        "tokens) or --axes thd (2 tokens), in Python axes="
     )
     for one, two in ((numbered, named), (named, numbered)):
         found = compare_bitwise(one, two)

@@ -116,7 +116,7 @@ def test_part_beyond_batch_of_one_is_refused(here: Path, run) -> None:
     arrays = {f"layer_0.{part}": np.ones((1, 2, 5, 8), np.float16) for part in ("key", "value")}
     np.savez("one.npz", **arrays)
     refused = run("measure", "one.npz", "--part", "batch=1", code=2).err
-    assert "has no text 1 in its batch, which is of one text: leave --part batch out" in flat(refused)
+    assert "has no text 1 in its batch, which is of one text: leave --part batch (batch=) out" in flat(refused)
 
 
 @pytest.mark.parametrize("jobs", [(), ("--jobs", 1)])

@@ -222,12 +222,12 @@ def test_inspect_session_shows_its_header(here: Path, run) -> None:
         (
             "mnn unpack x.session --kv-heads 2 --part stream=4 -o o.npz",
             2,
-            "stream 4 holds no cells; --part stream=N may be 0",
+            "stream 4 holds no cells; --part stream=N (stream=) may be 0",
         ),
         (
             "mnn unpack x.session --kv-heads 2 --part sliding-window -o o.npz",
             2,
-            "holds one cache: --part sliding-window is about",
+            "holds one cache: --part sliding-window (window_cache=) is about",
         ),
         ("encode plain.npy --raw-blocks -o o/", 2, "--raw-blocks is about quantised caches of llama.cpp and MLX"),
         (

@@ -366,7 +366,7 @@ def test_replay_ambiguous_token_axis_needs_axes(tmp_path, run) -> None:
     (tmp_path / "c.json").write_text(json.dumps(KEYS))
     asked = ["--engine-config", tmp_path / "c.json", "--prefill-tokens", 250, "--json"]
     refused = run("mnn", "replay", tmp_path / "thd.npz", *asked, code=2).err
-    assert "300 heads, more than 256: where tokens come first, say so (--token-major)" in refused
+    assert "300 heads, more than 256: where tokens come first, say so (--token-major, in Python axes=)" in refused
     found = json.loads(run("mnn", "replay", tmp_path / "thd.npz", *asked, "--token-major").out)
     there = json.loads(run("mnn", "replay", tmp_path / "htd.npz", *asked).out)
     assert found["tokens"] == there["tokens"] == 300

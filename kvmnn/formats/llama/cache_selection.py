@@ -364,7 +364,8 @@ def choose_caches(
     if options.window_cache:
         if len(state.caches) == 1:
             raise OptionError(
-                f"{label}: holds one cache: --part sliding-window is about files with a second one, of a sliding window"
+                f"{label}: holds one cache: --part sliding-window (window_cache=) is about files with a second one, "
+                "of a sliding window"
             )
         return (1,)
     return (0,) if len(state.caches) == 1 or layer_numbers is None else (0, 1)
@@ -384,7 +385,7 @@ def choose_stream(label: str, state: LlamaState, caches: Sequence[int], options:
         return nonempty_streams[0]
     if options.stream not in nonempty_streams:
         raise OptionError(
-            f"{label}: stream {options.stream} holds no cells; --part stream=N may be "
+            f"{label}: stream {options.stream} holds no cells; --part stream=N (stream=) may be "
             f"{format_numbers(nonempty_streams)}"
         )
     return options.stream
@@ -405,7 +406,9 @@ def choose_cells(label: str, stream: CacheStream, sequence: int | None, *, is_wi
         owner_cells = np.repeat(cells, stream.seq_counts)[stream.seq_ids == sequence]
         if not owner_cells.size:
             sequences_text = format_numbers(sorted(set(stream.seq_ids.tolist())))
-            raise OptionError(f"{label}: no cell is of sequence {sequence}; --part sequence=N may be {sequences_text}")
+            raise OptionError(
+                f"{label}: no cell is of sequence {sequence}; --part sequence=N (sequence=) may be {sequences_text}"
+            )
         cells = np.unique(owner_cells)
     positions = stream.positions[cells]
     if is_window and np.unique(positions).size == positions.size:

@@ -481,9 +481,14 @@ def describe_size_doubt(files: PackedFiles) -> str:
     )
 
 
+LIVE_TOKENS_TEXT = (
+    "how many tokens are live (--valid-tokens N or --token-ids FILE; in Python PackedOptions(valid_tokens=(N,)))"
+)
+
+
 def format_missing_options(geometry: PackedGeometry, *, include_tokens: bool = False) -> str:
     """Name the numbers that cannot be inferred, and their options, in one sentence."""
-    missing_text, tokens_text = geometry.missing_text, "how many tokens are live (--valid-tokens N or --token-ids FILE)"
+    missing_text, tokens_text = geometry.missing_text, LIVE_TOKENS_TEXT
     if not missing_text:
         return f"the files do not say {tokens_text}" if include_tokens else ""
     return f"the files do not say {missing_text}; --model DIR may" + (f"; nor {tokens_text}" if include_tokens else "")

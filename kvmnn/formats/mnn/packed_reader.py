@@ -447,7 +447,8 @@ def _resolve_tokens(
         if guess is None or guess.num_tokens is None:
             raise AmbiguousLayoutError(
                 f"{files.path}: the files do not say how many tokens are live: say --valid-tokens N (at most "
-                f"{min(match.capacities)}) or --token-ids FILE" + (f"; {guess.reason}" if guess else ""),
+                f"{min(match.capacities)}; in Python PackedOptions(valid_tokens=(N,))) or --token-ids FILE"
+                + (f"; {guess.reason}" if guess else ""),
                 [f"--valid-tokens {num_tokens}" for num_tokens in guess.choices] if guess else [],
             )
         tokens = (guess.num_tokens,) * num_layers

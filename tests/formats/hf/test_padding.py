@@ -85,7 +85,10 @@ def test_open_padded_batch_is_no_whole_text(tmp_path: Path, run: Any) -> None:
 def test_unpack_padded_batch_names_its_rows(tmp_path: Path, run: Any, side: str) -> None:
     made = pairs(2, shape=(3, 2, TOKENS, 4), dtype="fp32")
     path = save(tmp_path / "cache.pt", {"past_key_values": dynamic_cache(made), **batch([7, 12, 9], side)})
-    note = "the arrays contain rows of padding: 5 of text 0, 3 of text 2 (--part batch=N takes one text without them)"
+    note = (
+        "the arrays contain rows of padding: 5 of text 0, 3 of text 2 (--part batch=N takes one text without them, in "
+        "Python batch=)"
+    )
     shown = run("mnn", "unpack", path, "-o", tmp_path / "all.npz")
     assert "LOSSLESS (all rows, padding included, read back and compared)" in shown.out and note in shown.err
     assert note in json.loads(run("mnn", "unpack", path, "-o", tmp_path / "more.npz", "--json").out)["notes"]

@@ -103,7 +103,7 @@ def test_read_layers_of_different_token_counts(prefix):
 @pytest.mark.parametrize(
     ("tokens", "geometry", "message"),
     [
-        ((), AVX2, r"do not say how many tokens are live: say --valid-tokens N \(at most 116\)"),
+        ((), AVX2, r"say --valid-tokens N \(at most 116; in Python PackedOptions\(valid_tokens=\(N,\)\)\)"),
         ((117,), AVX2, r"layer 0: 117 tokens: expected at least 1 and at most 116"),
         ((0,), AVX2, r"0 tokens"),
         ((1, 2, 3), AVX2, r"3 numbers of tokens for 2 layers"),

@@ -25,7 +25,7 @@ from ..dense.rope import RopeFrequencies
 from ..dtypes import Bytes, Floats, Positions
 from ..errors import KvmnnError
 from ..files.schema import Record, json_key
-from ..packed.cache_info import PositionRuns
+from ..packed.cache_info import CACHE_SIDECAR_SUFFIX, PositionRuns
 
 _READ_CHUNK_BYTES = 1 << 20
 _RADIANS_PER_PHASE_UNIT = 2 * np.pi / 2.0**64
@@ -82,7 +82,10 @@ class RerotationResult(Record):
 
     def __str__(self) -> str:
         if not self.tokens:
-            return "K was not rotated: the tokens are at the first positions already"
+            return (
+                "K was not rotated: nothing says that its tokens are at other positions than the first; of a cut cache "
+                f"NAME{CACHE_SIDECAR_SUFFIX} or positions.json does, next to its files"
+            )
         rounding_text = (
             f"{self.dtype} rounds this rotation by up to {self.error_stats.max_abs_error:.3g}, "
             f"{self.error_stats.max_relative_error:.2g} of the length of its pair"

@@ -147,7 +147,7 @@ def _count_scales(scales: np.ndarray[tuple[int], np.dtype[np.float32]]) -> int:
 
 
 class RotatedCodesError(SourceError):
-    """Files of TQ3 or TQ4 rows: whatever the options are, kvmnn does not read them."""
+    """Files that no layout fits and that may have TQ3 or TQ4 rows, which kvmnn does not read."""
 
 
 def refuse_rotated_codes(files: PackedFiles, geometry: PackedGeometry) -> None:
@@ -172,7 +172,9 @@ def refuse_rotated_codes(files: PackedFiles, geometry: PackedGeometry) -> None:
             ):
                 parts_text = "K and V are" if is_both else "K is"
                 raise RotatedCodesError(
-                    f"{files.path}: {parts_text} of {name} rows ({row_bytes} bytes for {geometry.head_dim} dims, "
+                    f"{files.path}: no layout of {num_heads} kv heads x {geometry.head_dim} dims that kvmnn reads has "
+                    "the sizes of the files: kv heads, head_dim or backend are others (--kv-heads, --head-dim, "
+                    f"--backend), or {parts_text} of {name} rows ({row_bytes} bytes for {geometry.head_dim} dims, "
                     f"attention_mode {_ATTENTION_MODE_BY_TQ_KIND[name, is_both]}), which kvmnn does not read: run the "
                     "engine with attention_mode 8, or 9 or 10 for int8"
                 )

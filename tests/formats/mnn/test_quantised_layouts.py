@@ -122,3 +122,10 @@ def test_unpack_int8_of_the_engine_is_inferred(engine_files, tmp_path, run, mode
 def test_unpack_rotated_codes_of_the_engine_are_named(engine_files, tmp_path, run, mode, name):
     arguments = (engine_files / f"mode_{mode}", "--kv-heads", 2, "--head-dim", 64, "--valid-tokens", 40)
     assert f"{name} rows" in run("mnn", "unpack", *arguments, "-o", tmp_path / "x.npz", code=1).err
+
+
+def test_unpack_wrong_head_dim_is_the_first_reason_named(engine_files, tmp_path, run):
+    """Int8 K of 2 x 64 have the size of TQ4 rows of 2 x 128."""
+    arguments = (engine_files / "mode_9", "--kv-heads", 2, "--head-dim", 128, "--valid-tokens", 40)
+    said = run("mnn", "unpack", *arguments, "-o", tmp_path / "x.npz", code=1).err
+    assert "kv heads, head_dim or backend are others (--kv-heads, --head-dim, --backend), or K is of TQ4 rows" in said

@@ -139,7 +139,7 @@ def test_rerotate_second_time_changes_nothing(cache: Cache, run) -> None:
     run("mnn", "compact", *cache.arguments, "--reserve", RESERVE, "-o", "c", *options)
     first = keys_of("c")
     printed = run("mnn", "repack", "c", "--target-backend", "x86-avx2", "-o", "r", *options).out
-    assert "K was not rotated: the tokens are at the first positions already" in printed and "LOSSLESS" in printed
+    assert "K was not rotated: nothing says that its tokens are at other positions than the first" in printed
     run("encode", "c", "-o", "frames/")
     run("decode", "frames", "-o", "back/")
     for form in ("npz", "safetensors", "npy"):
@@ -152,6 +152,15 @@ def test_rerotate_second_time_changes_nothing(cache: Cache, run) -> None:
         check(path, cache)
         for one, other in zip(keys_of(path), first, strict=True):
             np.testing.assert_array_equal(one, other)
+
+
+def test_rerotate_without_record_does_not_claim_positions(cache: Cache, run) -> None:
+    run("mnn", "compact", *cache.arguments, "--reserve", RESERVE, "-o", "c")
+    Path("c/sys.kvmnn.json").unlink()
+    geometry = [*cache.arguments[1:], "--valid-tokens", len(KEPT), "--target-backend", "x86-avx2", "-o", "r"]
+    printed = run("mnn", "repack", "c", *geometry, "--rerotate", "--rope", ROPE).out
+    assert "nothing says that its tokens are at other positions" in printed and "sys.kvmnn.json" not in printed
+    assert "NAME.kvmnn.json or positions.json does" in printed and "positions already" not in printed
 
 
 def test_rerotate_twice_compacted_cache_from_current_positions(cache: Cache, run) -> None:

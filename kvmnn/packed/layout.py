@@ -180,9 +180,9 @@ class TokenRange:
         if to_int(count, "count") < 1 or to_int(start, "start") < 0:
             raise KvmnnError(f"range of {count} tokens from {start}: expected at least 1 token from 0 on")
         if start + count > capacity or start + count > past_length:
+            limit_text = f"{past_length} live tokens" if past_length <= capacity else f"capacity of {capacity} tokens"
             raise KvmnnError(
-                f"range of {count} tokens from {start} ends at {start + count}: expected at most the {past_length} "
-                f"live tokens and the capacity {capacity}"
+                f"range of {count} tokens from {start} ends at {start + count}: expected at most the {limit_text}"
             )
         buffers = to_byte_buffers(layout, key_buffer, value_buffer, capacity, writable)
         return cls(start, count, capacity, split_kv(buffers))

@@ -395,3 +395,10 @@ def test_layout_kernels_native_selftest_passes(tmp_path: Path) -> None:
     subprocess.run(["cc", "-O3", "-std=c11", "-Wall", "-Wextra", "-Werror", *sources, "-o", str(program)], check=True)
     done = subprocess.run([str(program)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_unpack_more_tokens_than_capacity_names_the_capacity() -> None:
+    layout = PackLayout.from_backend("x86-avx2", kv_heads=2, head_dim=16)
+    rows = np.ones((2, 300, 16), np.float32)
+    with pytest.raises(KvmnnError, match=r"ends at 305: expected at most the capacity of 304 tokens$"):
+        layout.unpack(*layout.pack(rows, rows, capacity=304), 305)

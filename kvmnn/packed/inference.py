@@ -284,6 +284,7 @@ MAX_SAMPLED_HEADS = 8
 MAX_SAMPLED_LAYERS = 4
 _MAX_FIRST_ROWS = 512
 _MAX_LAST_ROWS = 192  # three blocks of V, where a wrong layout shows gaps
+_KNOWN_END_ROWS = 8
 _PROBE_STEP_ROWS = 32  # the engine reserves capacity for 64 tokens
 _MAX_PROBES = 256
 _SCAN_BYTES = 1 << 20
@@ -372,9 +373,14 @@ def is_consistent_layer(views: dict[Part, ReadBytes], layout: PackLayout, capaci
     return len(ends) == 1 and not any(sampler.count_misplaced_rows(max(ends)) for sampler in samplers)
 
 
-def find_last_row(view: ReadBytes, layout: PackLayout, part: Part, capacity: int) -> int:
-    """Return the number of rows up to the last non-empty one in any head; an empty row repeats a single byte."""
-    return max(_HeadSampler(view, layout, part, capacity, sample=False).find_last_rows())
+def find_last_rows(
+    view: ReadBytes, layout: PackLayout, part: Part, capacity: int, *, max_rows: int | None = None
+) -> list[int]:
+    """Return for each KV head the number of rows up to the last non-empty one, of the first `max_rows` if specified.
+
+    An empty row repeats a single byte. Int8 rows are dequantised: those that were not written have a scale of 0.
+    """
+    return _HeadSampler(view, layout, part, capacity, sample=False).find_last_rows(max_rows)
 
 
 class _HeadSampler:
@@ -384,14 +390,15 @@ class _HeadSampler:
         self._view = view
         self._capacity = capacity
         self._head_dim = layout.head_dim
-        padded_layout = replace(
-            layout, head_dim=_round_up(layout.head_dim, layout.get_pack_numbers(part)[part == "value"])
-        )
+        padded_layout = layout
+        if not layout.is_int8(part):
+            padded_dim = _round_up(layout.head_dim, layout.get_pack_numbers(part)[part == "value"])
+            padded_layout = replace(layout, head_dim=padded_dim)
         self._accessor = HeadRowAccessor(padded_layout, part, capacity)  # rows with the padding after their dimensions
         self._row_bytes = get_row_bytes(padded_layout, part)
         self._head_bytes = get_head_bytes(padded_layout, part, capacity)
         self._dtype = layout.dtype
-        self._unpadded_row_bytes = layout.head_dim * parse_dtype(layout.dtype).itemsize
+        self._unpadded_row_bytes = get_row_bytes(layout, part)
         num_heads = min(layout.kv_heads, MAX_SAMPLED_HEADS) if sample else layout.kv_heads
         self._head_indices = sorted({int(head) for head in np.linspace(0, layout.kv_heads - 1, num_heads)})
         self._fill_byte = _read_fill_byte(view, self._head_bytes * layout.kv_heads)
@@ -411,13 +418,13 @@ class _HeadSampler:
             offset += size
         return rows
 
-    def find_last_rows(self) -> list[int]:
-        """Return for each head the number of rows up to the last one that is not empty."""
-        return [self._find_last_row(head) for head in self._head_indices]
+    def find_last_rows(self, max_rows: int | None = None) -> list[int]:
+        """Return for each head the number of rows up to the last one that is not empty, of the first `max_rows`."""
+        return [self._find_last_row(head, max_rows) for head in self._head_indices]
 
-    def _find_last_row(self, head: int) -> int:
-        step = 2 * _MAX_LAST_ROWS  # most files end soon after their last token
-        end = self._capacity
+    def _find_last_row(self, head: int, max_rows: int | None) -> int:
+        # Most files end soon after their last token; where the number of tokens is known, the last one has values.
+        end, step = (self._capacity, 2 * _MAX_LAST_ROWS) if max_rows is None else (max_rows, _KNOWN_END_ROWS)
         while end:
             begin = max(0, end - step)
             rows = self._read_rows(head, begin, end)

@@ -43,8 +43,8 @@ def large(tmp_path_factory):
                 for head, rows in enumerate(noise):
                     file.seek(head * (LAYER_BYTES // HEADS))
                     file.write(rows.tobytes())
-                file.seek(LAYER_BYTES - 4)
-                file.write(np.float32(1).tobytes())  # the last row is not empty
+                    file.seek((head + 1) * (LAYER_BYTES // HEADS) - 4)
+                    file.write(np.float32(1).tobytes())  # the last row of no head is empty
             (folder / f"sys_{layer}_sync.{part}").touch()
     return folder
 

@@ -24,7 +24,7 @@ from ...packed.inference import LayoutMatch, PackedGeometry, describe_layout, fi
 from ..options import PackedOptions
 from .layer_kinds import separate_state_layers
 from .layout_inference import RotatedCodesError
-from .packed_files import PackedFiles, PackedLayer, list_prefix_names
+from .packed_files import DamagedFilesError, PackedFiles, PackedLayer, list_prefix_names
 from .packed_reader import PackedCacheReader, find_packed, open_packed_files, resolve_geometry
 
 _STATE_DESCRIPTIONS = {
@@ -44,6 +44,8 @@ class ResolvedCacheInfo(Record):
 
     #: Reader of the files with their layout and inferred properties.
     reader: PackedCacheReader
+    #: Sentence about a part of the files that was not written; empty for none.
+    damage: str = ""
 
     @property
     def files(self) -> PackedFiles:
@@ -51,8 +53,13 @@ class ResolvedCacheInfo(Record):
         return self.reader.files
 
     @property
+    def problems(self) -> list[str]:
+        """Return sentences about damage, and about why the engine would not load the files."""
+        return _list_problems(self.files, self.damage)
+
+    @property
     def _files_document(self) -> dict[str, Any]:
-        return _build_document(self.files)
+        return _build_document(self.files, self.problems)
 
     @property
     @json_key(convert=build_cache_document)
@@ -99,7 +106,7 @@ class ResolvedCacheInfo(Record):
 
     def __str__(self) -> str:
         files, info = self.reader.files, self.reader.info
-        lines = [*_format_heading(files), f"  {format_cache_summary(info)}"]
+        lines = [*_format_heading(files, self.damage), f"  {format_cache_summary(info)}"]
         lines += [f"  note: {note}" for note in (*self.reader.notes, *info.layout.unrecoverable_parts)]
         lines.append(f"  {format_utilisation(info)}")
         lines += _list_origin_lines(info)
@@ -132,11 +139,18 @@ class UnresolvedCacheInfo(Record):
     possible_matches: Sequence[LayoutMatch]
     #: Options that would specify the unknown properties, the likeliest first.
     choices: Sequence[str] = ()
+    #: Sentence about a part of the files that was not written; empty for none.
+    damage: str = ""
     cache: ClassVar = None
 
     @property
+    def problems(self) -> list[str]:
+        """Return sentences about damage, and about why the engine would not load the files."""
+        return _list_problems(self.files, self.damage)
+
+    @property
     def _files_document(self) -> dict[str, Any]:
-        return _build_document(self.files)
+        return _build_document(self.files, self.problems)
 
     @property
     def _match_documents(self) -> list[dict[str, Any]]:
@@ -154,7 +168,7 @@ class UnresolvedCacheInfo(Record):
         return [vars(file_pair) for file_pair in self.files.layers]
 
     def __str__(self) -> str:
-        lines = [*_format_heading(self.files), f"  not known: {self.reason}"]
+        lines = [*_format_heading(self.files, self.damage), f"  not known: {self.reason}"]
         lines += [
             f"  may be: {match.backends}: {describe_layout(match.layout)}, capacity {max(match.capacities):,}"
             for match in self.possible_matches
@@ -182,8 +196,8 @@ class PackedInspectionReport(Record):
 
     @property
     def is_loadable(self) -> bool:
-        """Return whether the engine would load all of them; live files are not loaded."""
-        return not any(cache.files.load_problems for cache in self.caches)
+        """Return whether the engine would load all of them and finds every row; live files are not loaded."""
+        return not any(cache.problems for cache in self.caches)
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.caches))
@@ -215,20 +229,25 @@ def _inspect_cache(path: str, options: PackedOptions) -> ResolvedCacheInfo | Unr
     files = find_packed(path, options)
     if files is None:
         return None
+    options, damage = replace(options, ignore_markers=True), ""
     try:
-        return ResolvedCacheInfo(open_packed_files(files, replace(options, ignore_markers=True)))
+        return ResolvedCacheInfo(open_packed_files(files, options))
+    except DamagedFilesError as exc:
+        reason, choices, damage = str(exc), (), exc.problem
+        with suppress(SourceError):
+            return ResolvedCacheInfo(open_packed_files(files, replace(options, ignore_contradictions=True)), damage)
     except SourceError as exc:
         if not isinstance(exc, MissingOptionError | RotatedCodesError) and _are_options_wrong(files, options):
             raise
-        reason = str(exc).removeprefix(f"{files.path}: ")
-        choices = getattr(exc, "choices", ())
+        reason, choices = str(exc), getattr(exc, "choices", ())
+    reason = reason.removeprefix(f"{files.path}: ")
     with suppress(SourceError):
         files = separate_state_layers(files, options, None)
     try:
         possible_matches = find_matches(resolve_geometry(options), files.sizes)
     except SourceError:
         possible_matches = []
-    return UnresolvedCacheInfo(files, reason, possible_matches, choices)
+    return UnresolvedCacheInfo(files, reason, possible_matches, choices, damage)
 
 
 def _are_options_wrong(files: PackedFiles, options: PackedOptions) -> bool:
@@ -245,7 +264,11 @@ def _are_options_wrong(files: PackedFiles, options: PackedOptions) -> bool:
     return True
 
 
-def _format_heading(files: PackedFiles) -> list[str]:
+def _list_problems(files: PackedFiles, damage: str) -> list[str]:
+    return [*files.load_problems, *([damage] if damage else [])]
+
+
+def _format_heading(files: PackedFiles, damage: str) -> list[str]:
     name = f" {files.name!r}" if files.name else ""
     layers_text = pluralize(len(files.all_layers), "layer")
     if os.path.isfile(files.path):
@@ -253,16 +276,17 @@ def _format_heading(files: PackedFiles) -> list[str]:
     heading = f"{files.path}: {_KIND_DESCRIPTIONS[files.kind]}{name}, {layers_text}, {files.nbytes:,} bytes"
     if files.kind == "prefix" and not files.problems:
         heading += ", all markers there"
-    return [heading, *(f"  would not load: {problem}" for problem in files.load_problems)]
+    load_lines = [f"  would not load: {problem}" for problem in files.load_problems]
+    return [heading, *load_lines, *([f"  damaged: {damage}"] if damage else [])]
 
 
-def _build_document(files: PackedFiles) -> dict[str, Any]:
+def _build_document(files: PackedFiles, problems: Sequence[str]) -> dict[str, Any]:
     return {
         "input": files.path,
         "kind": f"{files.kind} cache",
         "name": files.name,
         "file_bytes": files.nbytes,
-        "problems": files.load_problems,
+        "problems": problems,
     }
 
 

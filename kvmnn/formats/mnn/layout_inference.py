@@ -6,6 +6,7 @@ for a number and a scale for 32 of them (28 or 36 bytes for 64 dimensions), whic
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -32,7 +33,7 @@ from ...packed.inference import (
     compute_clarity,
     describe_inference,
     describe_layout,
-    find_last_row,
+    find_last_rows,
     find_matches,
     find_regrouped_matches,
     has_same_placement,
@@ -365,7 +366,7 @@ class _LayoutMeasurer:
         """Return whether the first layer's rows can be those of a prefix of `num_tokens`, or of a fresh one."""
         head_layout = replace(match.layout, kv_heads=1)  # of the first head, which is quick
         capacity = match.capacities[self.layer_indices[0]]
-        num_rows = find_last_row(self._views[0]["key"], head_layout, "key", capacity)
+        (num_rows,) = find_last_rows(self._views[0]["key"], head_layout, "key", capacity)
         if not num_rows:
             return False
         min_tokens, max_tokens = infer_token_range(match) if num_tokens is None else (num_tokens, num_tokens)
@@ -530,30 +531,87 @@ def _list_file_names(files: PackedFiles) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class RowCounts:
-    """Number of rows of each layer up to the last one that is not all zero."""
+    """Number of rows of each layer and KV head up to the last one that is not all zero."""
 
-    #: Rows of K and of V, the maximum over heads.
-    keys: tuple[int, ...]
-    values: tuple[int, ...]
+    #: Rows of K and of V: of each layer, those of each KV head.
+    keys_by_head: tuple[tuple[int, ...], ...]
+    values_by_head: tuple[tuple[int, ...], ...]
+
+    @property
+    def keys(self) -> tuple[int, ...]:
+        """Return the rows of K of each layer, the maximum over heads."""
+        return tuple(map(max, self.keys_by_head))
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        """Return the rows of V of each layer, the maximum over heads."""
+        return tuple(map(max, self.values_by_head))
+
+    @property
+    def _all_counts(self) -> Counter[int]:
+        return Counter(count for counts in (*self.keys_by_head, *self.values_by_head) for count in counts)
 
     @property
     def common_count(self) -> int | None:
-        """Return the number of rows of all layers, K and V; None if they differ or all rows are empty."""
-        counts = {*self.keys, *self.values}
-        return counts.pop() if len(counts) == 1 and 0 not in counts else None
+        """Return the number of rows of all heads of K and V; None if they differ or all rows are empty."""
+        counts = self._all_counts
+        return next(iter(counts)) if len(counts) == 1 and 0 not in counts else None
+
+    @property
+    def majority_count(self) -> int | None:
+        """Return the number of rows of at least half of the heads of K and V, if none has more; None otherwise."""
+        counts = self._all_counts
+        max_count = max(counts)
+        return max_count if max_count and 2 * counts[max_count] >= counts.total() else None
 
 
-def count_nonempty_rows(files: PackedFiles, match: LayoutMatch, layouts: Sequence[PackLayout]) -> RowCounts:
-    """Find the last row of K and of V in every layer that is not empty."""
-    layers = list(zip(files.layers, match.capacities, layouts, strict=True))
+def count_nonempty_rows(
+    files: PackedFiles, match: LayoutMatch, layouts: Sequence[PackLayout], max_rows: Sequence[int] | None = None
+) -> RowCounts:
+    """Find the last row that is not empty in every KV head of K and V, of the first `max_rows` of each layer if given.
+
+    Only the ends of the heads are read, as far back as their rows are empty.
+    """
+    row_limits = max_rows or (None,) * len(files.layers)
+    layers = list(zip(files.layers, match.capacities, layouts, row_limits, strict=True))
     keys, values = (
         tuple(
-            find_last_row(MappedFile(layer.get_path(part)).view, layout, part, capacity)
-            for layer, capacity, layout in layers
+            tuple(find_last_rows(MappedFile(layer.get_path(part)).view, layout, part, capacity, max_rows=row_limit))
+            for layer, capacity, layout, row_limit in layers
         )
         for part in PARTS
     )
     return RowCounts(keys, values)
+
+
+def describe_empty_rows(files: PackedFiles, row_counts: RowCounts, tokens: Sequence[int]) -> str:
+    """Describe the first KV head without values in its last rows of `tokens` where others have some; else empty."""
+    # A file that was written in part ends with zeros, and so does its last head, or all of its heads. One row is
+    # enough: the K and V that a model computes are never zero in all dimensions of a row. Empty rows before the last
+    # one with values are no evidence of that. Rows that are zero in every head of every layer contradict no others:
+    # somebody specified too many tokens, or packed arrays that end with zeros.
+    heads = [
+        (layer.get_path(part), head, num_rows, num_tokens)
+        for layer, keys, values, num_tokens in zip(
+            files.layers, row_counts.keys_by_head, row_counts.values_by_head, tokens, strict=True
+        )
+        for part, counts in zip(PARTS, (keys, values), strict=True)
+        for head, num_rows in enumerate(counts)
+    ]
+    num_common = min(max(0, num_tokens - num_rows) for _, _, num_rows, num_tokens in heads)
+    short_heads = [entry for entry in heads if entry[3] - entry[2] > num_common]
+    if not short_heads:
+        return ""
+    path, head, num_rows, num_tokens = short_heads[0]
+    last_row = num_tokens - num_common - 1
+    is_single = num_rows == last_row
+    rows_text = f"row {last_row}" if is_single else f"rows {num_rows} to {last_row}"
+    more_text = f" (and {pluralize(len(short_heads) - 1, 'more head')} like it)" if len(short_heads) > 1 else ""
+    return (
+        f"{PurePath(path).name}: {rows_text} of KV head {head}{more_text} {'is' if is_single else 'are'} zero (counted "
+        f"from 0), expected values in all {num_tokens} rows: {len(heads) - len(short_heads)} of {len(heads)} heads of "
+        "the K and V files have them"
+    )
 
 
 @dataclass(frozen=True)
@@ -574,16 +632,17 @@ def infer_token_count(files: PackedFiles, match: LayoutMatch, row_counts: RowCou
     The engine allocates capacity for 64 tokens more than a prefix has. Rows beyond that belong to a session that
     continued in the same files; in the files of a running engine, any row may be left over from evicted tokens.
     """
-    common_count = row_counts.common_count
+    common_count = row_counts.majority_count  # a head with fewer rows is refused by `describe_empty_rows`
     if common_count is None:
         return TokenCountGuess(None, (), "rows of K and V that are not empty differ in number")
     min_tokens, max_tokens = infer_token_range(match)
+    all_text = "all" if row_counts.common_count else "some"
     rows_text = pluralize(common_count, "row")
     stale_text = "of which an engine may have left some"  # of erased tokens: neither kind of file records these
     if files.kind != "prefix":
         return TokenCountGuess(None, (common_count,), f"{rows_text} are not empty, {stale_text}")
     if common_count <= max_tokens or common_count < min_tokens or not max_tokens:
-        reason = f"{rows_text} of K and V of all layers are not empty, {stale_text} (--valid-tokens)"
+        reason = f"{rows_text} of K and V of {all_text} layers are not empty, {stale_text} (--valid-tokens)"
         return TokenCountGuess(common_count, (common_count,), reason)
     choices = (common_count, *range(max_tokens, max(min_tokens, 1) - 1, -1))
     why = "a session went on, or the files were packed with less room"

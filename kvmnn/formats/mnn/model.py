@@ -428,9 +428,14 @@ def list_fingerprint_files(path: str) -> list[str]:
     return [os.path.join(path, name) for name in names if name == "llm_config.json" or name.endswith(_WEIGHT_SUFFIXES)]
 
 
-def has_weights(path: str) -> bool:
-    """Return whether there are files at `path` for `compute_fingerprint`."""
-    return is_gguf(path) or any(name.endswith(".mnn") for name in os.listdir(path))
+def try_compute_fingerprint(path: str | None, notes: list[str]) -> str | None:
+    """Return the model's fingerprint; None, with a note, if its directory contains only settings."""
+    if path is None:
+        return None
+    if not is_gguf(path) and not any(name.endswith(".mnn") for name in os.listdir(path)):
+        notes.append(f"{path} has no .mnn file: its settings are taken, and no fingerprint of the model is noted down")
+        return None
+    return compute_fingerprint(path)
 
 
 def _parse_natural(value: Any) -> int | None:

@@ -27,6 +27,14 @@ from ...packed.cache_info import CACHE_SIDECAR_SUFFIX, MAX_CACHE_INFO_BYTES, Cac
 _STATE_KINDS: Final[tuple[StateKind, ...]] = ("linear", "recurrent", "unknown")
 
 
+class DamagedFilesError(SourceError):
+    """Packed files that were written in part or lack layers; `problem` describes it without path and remedy."""
+
+    def __init__(self, message: str, problem: str) -> None:
+        super().__init__(message)
+        self.problem = problem
+
+
 @dataclass(frozen=True, kw_only=True)
 class PackedLayer:
     """The two files of one layer."""
@@ -307,6 +315,25 @@ def check_leftover_layers(target: Path, info: CacheInfo, names: Sequence[str]) -
             raise OutputError(f"{path}: belongs to a prefix of the same name with more layers; remove that one first")
 
 
+def describe_size_mismatch(info: CacheInfo) -> str:
+    """Return `PackedFiles.size_mismatch` of the files that a description is written to."""
+    group_by_heads = {heads: group for group, heads in enumerate(dict.fromkeys(layer.heads for layer in info.layers))}
+    layers = []
+    for layer in info.layers:
+        key_bytes, value_bytes = cache_info.compute_file_sizes(info, layer)
+        layers.append(
+            PackedLayer(
+                layer=layer.layer,
+                key=format_data_name(info.name, layer.layer, PART_LETTERS["key"]),
+                value=format_data_name(info.name, layer.layer, PART_LETTERS["value"]),
+                key_bytes=key_bytes,
+                value_bytes=value_bytes,
+                group=group_by_heads[layer.heads],
+            )
+        )
+    return PackedFiles(kind="prefix", name=info.name, path="", layers=tuple(layers)).size_mismatch
+
+
 SET_LENGTH_STATEMENT: Final = "const_cast<MNN::Transformer::LlmContext*>(llm->getContext())->all_seq_len = {};"
 """The line of C++ that sets the position of MNN's next token."""
 
@@ -323,7 +350,7 @@ def list_position_warnings(info: CacheInfo) -> list[str]:
     if len(token_counts) > 1:
         lines += [f"layers hold {format_range(token_counts)} tokens, and MNN reads the same number of rows"]
         lines += ["of every layer."]
-    if has_gaps(info):
+    elif has_gaps(info):  # of layers that differ in number no position suits all
         last_position = max(sum(run) for layer in info.layers for run in layer.positions) - 1
         lines += [
             f"K has positions up to {last_position}, and after loading MNN continues at {token_counts[-1]}:",

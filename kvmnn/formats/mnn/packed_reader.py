@@ -41,6 +41,7 @@ from .layout_inference import (
     choose_group_layouts,
     choose_layout,
     count_nonempty_rows,
+    describe_empty_rows,
     describe_omitted_rows,
     describe_size_doubt,
     format_layout_options,
@@ -48,8 +49,8 @@ from .layout_inference import (
     infer_token_count,
     list_token_doubts,
 )
-from .model import check_model_agrees, compute_fingerprint, has_weights, read_model_geometry
-from .packed_files import PackedFiles, describe_marker, find_prefix, list_prefix_names
+from .model import check_model_agrees, read_model_geometry, try_compute_fingerprint
+from .packed_files import DamagedFilesError, PackedFiles, describe_marker, find_prefix, list_prefix_names
 from .packed_io import account_for_files, find_difference, make_packed_array, make_unused_arrays
 
 PACKED_SUFFIXES = (".k", ".v")
@@ -121,8 +122,8 @@ def open_packed_files(files: PackedFiles, options: PackedOptions) -> PackedCache
     Raises
     ------
     SourceError
-        When the descriptions contradict each other or the sizes; when the engine would not load the files, unless
-        `options` force reading.
+        When the descriptions contradict each other or the sizes; when the engine would not load the files, or a KV head
+        lacks rows that others have, unless `options` force reading.
     UnsuitableOptionError
         When sizes or words of the files contradict `options`, unless these force reading.
     MissingOptionError
@@ -136,7 +137,7 @@ def open_packed_files(files: PackedFiles, options: PackedOptions) -> PackedCache
         choice = _resolve_layout(files, options, sidecar_info)
         has_count = bool(options.valid_tokens or options.token_ids)
         if choice.conflict and not options.ignore_contradictions and not has_count:  # which count would be odd
-            raise UnsuitableOptionError(
+            raise _make_damage_error(files, options) or UnsuitableOptionError(
                 f"{files.path}: {choice.conflict}; the words speak for {choice.better_options}; --ignore "
                 "contradictions reads them as specified"
             )
@@ -145,8 +146,7 @@ def open_packed_files(files: PackedFiles, options: PackedOptions) -> PackedCache
         row_counts = count_nonempty_rows(files, match, choice.layouts) if has_row_counts else None
         tokens, token_notes = _resolve_tokens(files, options, sidecar_info, match, row_counts)
     except AmbiguousLayoutError as error:
-        stray_error = _make_stray_bytes_error(files, options)
-        raise stray_error or error from None
+        raise _make_damage_error(files, options) or error from None
     notes = [*files.notes, *([f"read although {size_mismatch}"] if size_mismatch else []), *choice.notes]
     notes += token_notes
     layer_heads = choice.layer_heads or (None,) * len(tokens)
@@ -169,7 +169,7 @@ def open_packed_files(files: PackedFiles, options: PackedOptions) -> PackedCache
         layout=match.layout,
         layers=layers,
         token_ids=options.token_ids or (sidecar_info.token_ids if sidecar_info else None),
-        model=_compute_fingerprint(options.model, notes) or (sidecar_info.model if sidecar_info else None),
+        model=try_compute_fingerprint(options.model, notes) or (sidecar_info.model if sidecar_info else None),
         next_position=sidecar_info.next_position if sidecar_info else None,
         states=build_state_layers(files),
         loss=sidecar_info.loss if sidecar_info else "",
@@ -180,6 +180,12 @@ def open_packed_files(files: PackedFiles, options: PackedOptions) -> PackedCache
             _check_ids_count(files, sidecar_info, options.token_ids.count)
     elif options.token_ids and {options.token_ids.count} != set(tokens):
         raise UnsuitableOptionError(f"{files.path}: {options.token_ids.count} token ids for {max(tokens)} tokens")
+    if choice.conflict and not options.ignore_contradictions:
+        conflict = f"{choice.conflict}; the words speak for {choice.better_options}"
+        raise _make_damage_error(files, options) or _make_conflict_error(files, info, conflict)
+    if not options.is_of_frames:  # frames that are compared have every row
+        counts = row_counts or count_nonempty_rows(files, match, choice.layouts, tokens)
+        _check_empty_rows(files, options, describe_empty_rows(files, counts, tokens), notes)
     conflicts, omitted_rows_text = [], ""
     if size_mismatch and not options.is_of_frames:
         conflicts.append(f"{size_mismatch}: files were cut")
@@ -193,12 +199,13 @@ def open_packed_files(files: PackedFiles, options: PackedOptions) -> PackedCache
 _MAX_STRAY_BYTES = 16
 
 
-def _make_stray_bytes_error(files: PackedFiles, options: PackedOptions) -> AmbiguousLayoutError | None:
-    """Make the error for files that are understood but for a few bytes after their rows; None for other files.
+def _make_damage_error(files: PackedFiles, options: PackedOptions) -> SourceError | None:
+    """Make the error for files that are understood but for empty rows or a few stray bytes; None for other files.
 
-    One such byte contradicts every layout. Every second layer, without the one that has it, still shows the right one.
+    Empty rows of one head, or one byte after the rows, contradict every layout. Every second layer, without the one
+    that has them, still shows the right one.
     """
-    if len(files.layers) < 2 or len({*files.sizes}) != 1 or options.valid_tokens or options.token_ids:
+    if len(files.layers) < 2 or len({*files.sizes}) != 1:
         return None
     geometry = resolve_geometry(options, files)
     for layers in (files.layers[::2], files.layers[1::2]):
@@ -212,6 +219,18 @@ def _make_stray_bytes_error(files: PackedFiles, options: PackedOptions) -> Ambig
         num_tokens = count_nonempty_rows(half, match, (match.layout,) * len(layers)).common_count
         if num_tokens is None:
             continue
+        options_text = f"{format_layout_options(match, geometry)} --valid-tokens {num_tokens}".lstrip()
+        whole_match = replace(match, capacities=match.capacities[:1] * len(files.layers))
+        row_counts = count_nonempty_rows(files, whole_match, (match.layout,) * len(files.layers))
+        problem = describe_empty_rows(files, row_counts, (num_tokens,) * len(files.layers))
+        if problem and row_counts.majority_count == num_tokens:
+            return DamagedFilesError(
+                f"{files.path}: {problem}: the file was written in part: compute the prefix again, or read it with "
+                f"{options_text} --ignore contradictions",
+                problem,
+            )
+        if options.valid_tokens or options.token_ids:
+            continue
         infos = [
             LayerInfo(layer=layer.layer, tokens=num_tokens, capacity=match.capacities[0], positions=((0, num_tokens),))
             for layer in files.layers
@@ -219,25 +238,12 @@ def _make_stray_bytes_error(files: PackedFiles, options: PackedOptions) -> Ambig
         info = CacheInfo(kind=files.kind, name=files.name, layout=match.layout, layers=tuple(infos))
         difference_text = find_difference(files, info, max_bytes=_MAX_STRAY_BYTES)
         if difference_text:
-            options_text = f"{format_layout_options(match, geometry)} --valid-tokens {num_tokens}".lstrip()
             return AmbiguousLayoutError(
                 f"{files.path}: nothing is inferred, as {difference_text}: compute the prefix again, or read it with "
                 f"{options_text}",
                 [options_text],
             )
     return None
-
-
-def _compute_fingerprint(model_path: str | None, notes: list[str]) -> str | None:
-    """Return the model's fingerprint; None, with a note, if its directory contains only settings."""
-    if model_path is None:
-        return None
-    if not has_weights(model_path):
-        notes.append(
-            f"{model_path} has no .mnn file: its settings are taken, and no fingerprint of the model is noted down"
-        )
-        return None
-    return compute_fingerprint(model_path)
 
 
 def _check_and_sort_files(files: PackedFiles, options: PackedOptions) -> tuple[PackedFiles, CacheInfo | None]:
@@ -277,11 +283,9 @@ def _check_contents(
     row_counts: RowCounts,
     notes: list[str],
 ) -> str:
-    """Raise an error for options that the elements contradict; return the contradiction if it is to be ignored."""
+    """Raise an error for tokens that the elements contradict; return how these contradict the layout, if they do."""
     tokens = _list_token_counts(info)
     conflict = f"{choice.conflict}; the words speak for {choice.better_options}" if choice.conflict else ""
-    if conflict and not options.ignore_contradictions:
-        raise _make_conflict_error(files, info, conflict)
     option_name = "--valid-tokens" if options.valid_tokens else "--token-ids"
     more_tokens_doubts, fewer_tokens_doubts = list_token_doubts(row_counts, tokens, option_name)
     if more_tokens_doubts and options.token_ids and not options.valid_tokens:
@@ -312,6 +316,22 @@ def _check_contents(
     return conflict
 
 
+def _check_empty_rows(files: PackedFiles, options: PackedOptions, problem: str, notes: list[str]) -> None:
+    """Raise `DamagedFilesError` for a KV head that lacks rows; add a note if that is to be ignored."""
+    if not problem:
+        return
+    if options.ignore_contradictions:
+        notes.append(f"{problem}: the zero rows are taken as tokens")
+        return
+    option_name = "--valid-tokens" if options.valid_tokens else "--token-ids" if options.token_ids else ""
+    cause = f"{option_name} has more tokens than the file, or it" if option_name else "the file"
+    raise DamagedFilesError(
+        f"{files.path}: {problem}: {cause} was written in part: compute the prefix again; --ignore contradictions "
+        "takes the zero rows as tokens",
+        problem,
+    )
+
+
 def _make_conflict_error(files: PackedFiles, info: CacheInfo, conflict: str) -> UnsuitableOptionError:
     """Make the error for elements that contradict the specified layout; it names the first one."""
     difference_text = find_difference(files, info)
@@ -334,9 +354,8 @@ def read_sidecar_info(files: PackedFiles) -> CacheInfo | None:
     if len(selected_layers) + len(states) != len(found_layers) or (
         is_folder and len(found_layers) != len(sidecar_info.numbers)
     ):
-        raise SourceError(
-            f"{label}: describes {len(sidecar_info.numbers)} layers, but there are files of {len(found_layers)}"
-        )
+        problem = f"describes {len(sidecar_info.numbers)} layers, but there are files of {len(found_layers)}"
+        raise DamagedFilesError(f"{label}: {problem}", f"{os.path.basename(label)}: {problem}")
     return replace(sidecar_info, layers=selected_layers, states=states)
 
 

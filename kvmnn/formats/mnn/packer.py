@@ -34,8 +34,8 @@ from ...packed.params import FLASH_BLOCK
 from ..key_rotation import RerotationResult, RotationErrorStats, expand_position_runs, rotate_array, rotate_rows
 from ..sidecars import PositionsSidecar, read_positions_by_layer, read_positions_sidecar
 from .layer_kinds import build_state_file_layers, index_states
-from .model import check_model_agrees, compute_fingerprint, read_model_geometry
-from .packed_files import has_gaps
+from .model import check_model_agrees, read_model_geometry, try_compute_fingerprint
+from .packed_files import describe_size_mismatch, has_gaps
 from .prefix_writer import PackResult, PrefixWriteOptions, build_prefix_info, write_prefix
 from .rope import ModelRope, resolve_rope
 
@@ -230,7 +230,7 @@ def pack(
     ------
     OptionError
         When the options name no layout or several, no name, another dtype than the arrays have, other tokens, or a
-        model of another geometry.
+        model of another geometry; when MNN would not load the files, as layers differ in size.
     IncompleteCacheError
         When the source contains a part of the model's state.
     KvmnnError
@@ -255,6 +255,7 @@ def pack(
         raise OptionError(f"the arrays are {dtype}, the layout holds {layout.dtype}: --cast (cast=True) converts them")
     name = resolve_prefix_name(name, packed_info)
     info = build_prefix_info(arrays, layout, name, capacity=capacity, reference_info=packed_info, states=states)
+    _check_loadable(source, info)
     token_counts = {layer.tokens for layer in info.layers}
     if expected_tokens and token_counts != set(expected_tokens):
         raise OptionError(f"the arrays have {max(token_counts)} tokens, --valid-tokens says {max(expected_tokens)}")
@@ -263,7 +264,7 @@ def pack(
     info = replace(
         info,
         token_ids=token_ids or info.token_ids,
-        model=compute_fingerprint(model) if model else info.model,
+        model=try_compute_fingerprint(model, notes) or info.model,
         loss=source.metadata.get(LOSSY_KEY, info.loss),
     )
     if positions is not None:
@@ -388,6 +389,17 @@ def _refuse_windows(source: Source) -> None:
         )
 
 
+def _check_loadable(source: Source, info: CacheInfo) -> None:
+    """Raise `OptionError` for layers of different numbers of tokens, whose files MNN would delete as damaged."""
+    if mismatch := describe_size_mismatch(info):
+        token_counts = sorted({layer.tokens for layer in info.layers})
+        raise OptionError(
+            f"{format_input_prefix(source)}MNN would not load this prefix: {mismatch}: its layers have "
+            f"{format_range(token_counts)} tokens, expected the same number in all; --capacity {token_counts[-1]} "
+            "writes files of one size for kvmnn alone, as MNN reads the same number of rows of every layer"
+        )
+
+
 def _unify_dtypes(arrays: Sequence[LayerArray], cast: bool) -> Sequence[LayerArray]:
     """Return arrays of different types (llama.cpp may quantise only K) as fp32, to be cast afterwards."""
     dtype_names = sorted({entry.array.dtype for entry in arrays})
@@ -481,7 +493,7 @@ def repack(
     Raises
     ------
     OptionError
-        When `source` is not a packed cache.
+        When `source` is not a packed cache, and for layers that differ in size.
     KvmnnError
         As `pack`.
     """
@@ -499,6 +511,7 @@ def repack(
     ((_, layout),) = target_geometry.list_candidates()
     name = resolve_prefix_name(name, source.cache)
     info = build_prefix_info(arrays, layout, name, capacity=capacity, reference_info=source.cache)
+    _check_loadable(source, info)
     notes, rotation_result = [*source.notes, *_list_zero_row_notes(arrays)], None
     if rerotate:
         arrays, rerotation = _rerotate_arrays(

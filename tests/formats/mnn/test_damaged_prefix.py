@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import packed_samples
 import pytest
 from engine_client import unpack_fixture
 
+from kvmnn import PackLayout
+from kvmnn.dtypes import PARTS
 from kvmnn.formats import find_packed
 from kvmnn.formats.mnn import open_packed_files
 from kvmnn.formats.options import PackedOptions
@@ -159,3 +163,156 @@ def test_size_mismatch_documented_layers_are_allowed(tmp_path):
     documented = find_packed(str(tmp_path / "p"))
     assert documented is not None
     assert open_packed_files(documented, PackedOptions()).info == info
+
+
+# -- files that were written in part: the engine loads them, and answers nonsense --------------------------------------
+
+LAYOUT = PackLayout(kv_heads=2, head_dim=16, dtype="fp32", lP=1, hP=4)
+KEY_HEAD_BYTES, VALUE_HEAD_BYTES = LAYOUT.key_head_bytes(114), LAYOUT.value_head_bytes(114)
+
+
+def zero(path, begin, end=None):
+    """Zero bytes of a file of the prefix, as they are before the engine's pages reach the disk."""
+    data = bytearray(path.read_bytes())
+    end = len(data) if end is None else end
+    data[begin:end] = bytes(end - begin)
+    path.write_bytes(data)
+
+
+def zero_value_row(path, row):
+    words = np.fromfile(path, np.float32)
+    words[LAYOUT.value_index(np.int64(row), np.arange(16), 114)] = 0
+    words.tofile(path)
+
+
+OTHERS = "expected values in all 50 rows"
+PARTLY_WRITTEN = {
+    "head_of_v": (lambda p: zero(p / "sys_1.v", VALUE_HEAD_BYTES), "sys_1.v: rows 0 to 49 of KV head 1 are zero"),
+    "whole_v": (
+        lambda p: zero(p / "sys_0.v", 0),
+        "sys_0.v: rows 0 to 49 of KV head 0 (and 1 more head like it) are zero",
+    ),
+    "tail_of_k": (  # tiles of 4 tokens
+        lambda p: zero(p / "sys_0.k", KEY_HEAD_BYTES + 8 * 256),
+        "sys_0.k: rows 32 to 49 of KV head 1 are zero",
+    ),
+    "first_head_of_k": (
+        lambda p: zero(p / "sys_1.k", 0, KEY_HEAD_BYTES),
+        "sys_1.k: rows 0 to 49 of KV head 0 are zero",
+    ),
+    "layer": (
+        lambda p: [zero(p / f"sys_1.{part}", 0) for part in "kv"],
+        "sys_1.k: rows 0 to 49 of KV head 0 (and 3 more heads like it) are zero",
+    ),
+    "last_row": (lambda p: zero_value_row(p / "sys_1.v", 49), "sys_1.v: row 49 of KV head 0 is zero"),
+}
+
+
+@pytest.mark.parametrize("options", [(), ("--valid-tokens", 50)], ids=["inferred", "specified"])
+@pytest.mark.parametrize("case", PARTLY_WRITTEN)
+def test_commands_partly_written_file_is_refused(prefix, run, case, options):
+    damage, message = PARTLY_WRITTEN[case]
+    damage(prefix)
+    for verb in (
+        ("mnn unpack", "-o", "x.npz"),
+        ("mnn pack", "-o", "p"),
+        ("mnn repack", "--target-backend", "arm64-fp16", "-o", "p"),
+        ("mnn compact", "--remove", 1, "-o", "p"),
+        ("encode", "-o", "b/"),
+        ("measure",),
+    ):
+        error = run(verb[0], prefix, *GEOMETRY, *options, *verb[1:], code=1).err
+        assert message in error and OTHERS in error and "--ignore contradictions" in error, verb
+    assert os.listdir() == ["prefix"]
+    ids = ("--token-ids", ",".join(map(str, range(50))), "--fingerprint", "m")
+    assert message in run("store", "put", "S", prefix, *GEOMETRY, *ids, code=1).err
+
+
+@pytest.mark.parametrize("case", PARTLY_WRITTEN)
+def test_inspect_partly_written_file_is_a_problem(prefix, run, case):
+    damage, message = PARTLY_WRITTEN[case]
+    damage(prefix)
+    for options in (GEOMETRY, (*GEOMETRY, "--valid-tokens", 50)):
+        printed = run("inspect", prefix, *options, code=1).out
+        assert f"  damaged: {message}" in printed and "layer 1: 50 of 116 tokens" in printed
+    (problem,) = json.loads(run("inspect", prefix, *GEOMETRY, "--json", code=1).out)["inputs"][0]["problems"]
+    assert problem.startswith(message)
+
+
+@pytest.mark.parametrize("case", PARTLY_WRITTEN)
+def test_commands_partly_written_file_can_be_read(prefix, run, case):
+    damage, message = PARTLY_WRITTEN[case]
+    damage(prefix)
+    forced = (*GEOMETRY, "--ignore", "contradictions")
+    assert message in run("mnn", "unpack", prefix, *forced, "-o", "x.npz").err
+    assert "equal" in run("diff", prefix, "x.npz", *forced).out
+
+
+@pytest.mark.parametrize("case", PARTLY_WRITTEN)
+def test_commands_partly_written_file_next_to_a_document_is_refused(prefix, run, case):
+    damage, message = PARTLY_WRITTEN[case]
+    run("mnn", "pack", prefix, *GEOMETRY, "--capacity", 114, "-o", "p")
+    damage(Path("p"))
+    assert message in run("encode", "p", "-o", "b/", code=1).err
+    assert f"  damaged: {message}" in run("inspect", "p", code=1).out
+    run("encode", "p", "-o", "b/", "--ignore", "contradictions")
+    run("verify", "b", "--against", "p", "--ignore", "contradictions")
+
+
+@pytest.mark.parametrize("case", [case for case in PARTLY_WRITTEN if case != "last_row"])
+def test_choose_layout_partly_written_file_is_named(prefix, run, case):
+    """Without a backend the other layer shows the layout; a hint at backends would not help."""
+    damage, message = PARTLY_WRITTEN[case]
+    heads = ("--kv-heads", 2, "--head-dim", 16)
+    run("mnn", "unpack", prefix, *heads, "-o", "x.npz")
+    damage(prefix)
+    error = run("mnn", "unpack", prefix, *heads, "-o", "y.npz", code=1).err
+    is_inferred = case == "layer"  # which the samples of the layout take for no contradiction
+    remedy = "takes the zero rows as tokens" if is_inferred else "or read it with --backend x86-avx2 --valid-tokens 50"
+    assert message in error and remedy in error
+    assert f"  damaged: {message}" in run("inspect", prefix, *heads, code=1).out
+    run("mnn", "unpack", prefix, *GEOMETRY, "--valid-tokens", 50, "--ignore", "contradictions", "-o", "y.npz")
+
+
+def test_open_zero_rows_that_contradict_no_others_are_read(prefix, run):
+    """One empty row before others is no half of a file, and neither are arrays that are zero in all heads."""
+    zero_value_row(prefix / "sys_1.v", 20)
+    run("mnn", "unpack", prefix, *GEOMETRY, "-o", "x.npz")
+    arrays = {f"layer_{layer}.{part}": np.zeros((2, 50, 16), np.float32) for layer in range(2) for part in PARTS}
+    np.savez("zero.npz", **arrays)
+    run("mnn", "pack", "zero.npz", "--backend", "x86-avx2", "--name", "z", "-o", "z")
+    run("mnn", "unpack", "z", "-o", "y.npz")
+
+
+def test_inspect_missing_layer_of_a_document_is_a_problem(prefix, run):
+    run("mnn", "pack", prefix, *GEOMETRY, "-o", "p")
+    for name in ("sys_1.k", "sys_1.v", "sys_1_sync.k", "sys_1_sync.v"):
+        os.remove(f"p/{name}")
+    problem = "sys.kvmnn.json: describes 2 layers, but there are files of 1"
+    assert f"  damaged: {problem}" in run("inspect", "p", code=1).out
+    assert json.loads(run("inspect", "p", "--json", code=1).out)["inputs"][0]["problems"] == [problem]
+
+
+def test_pack_layers_of_unequal_size_are_refused(prefix, run):
+    """MNN deletes such a prefix; `inspect` finds the same."""
+    counts = enumerate((80, 60))
+    arrays = {f"layer_{n}.{part}": np.ones((2, count, 16), np.float32) for n, count in counts for part in PARTS}
+    np.savez("uneven.npz", **arrays)
+    pack = ("mnn", "pack", "uneven.npz", "--backend", "x86-avx2", "--name", "un", "-o", "un")
+    error = run(*pack, code=2).err
+    assert "MNN would not load this prefix: its layers differ in size: un_1.k has 7680 bytes" in error
+    assert "its layers have 60 to 80 tokens, expected the same number in all; --capacity 80 writes" in error
+    assert not os.path.exists("un")
+    printed = run(*pack, "--capacity", 80).out
+    assert "MNN reads the same number of rows" in printed and "continues at" not in printed
+    assert "would not load" not in run("inspect", "un").out
+
+
+def test_pack_model_without_weights_is_noted(prefix, run):
+    """A pulled model has settings, and no .mnn file: they are taken, as by the verbs that read packed files."""
+    run("mnn", "unpack", prefix, *GEOMETRY, "-o", "x.npz")
+    Path("m").mkdir()
+    Path("m/llm_config.json").write_text('{"layer_nums": 2}')
+    pack = ("mnn", "pack", "x.npz", "--backend", "x86-avx2", "--name", "p", "-o", "p", "--model", "m")
+    assert "m has no .mnn file: its settings are taken" in run(*pack).err
+    assert "computed by the model" not in run("inspect", "p").out

@@ -75,6 +75,21 @@ def test_engine_damaged_values_change_tokens(model, prefix, tmp_path):
     assert found != CONTINUATION
 
 
+def test_engine_partly_written_file_changes_tokens(model, prefix, tmp_path, capsys):
+    """The engine checks sizes and markers alone, and V without rows gives other tokens: kvmnn refuses it."""
+    broken = shutil.copytree(prefix, tmp_path / "broken")
+    path = broken / f"{NAME}_0.v"
+    path.write_bytes(bytes(path.stat().st_size))
+    assert (
+        main([*map(str, ("mnn", "repack", *described(broken), "--target-backend", "x86-avx2", "-o", tmp_path / "r"))])
+        == 1
+    )
+    assert f"{NAME}_0.v: rows 0 to 49 of KV head 0 (and 1 more head like it) are zero" in capsys.readouterr().err
+    found = continuation(model, broken, tmp_path / "scratch")
+    assert len(found) == 3
+    assert found != CONTINUATION
+
+
 def test_engine_loads_renamed_prefix(model, tmp_path):
     """The engine writes, kvmnn ships and renames, another engine loads."""
     (tmp_path / "written").mkdir()

@@ -236,13 +236,6 @@ def test_read_file_truncated_after_open_is_refused(prefix):
                 "--valid-tokens says"
             ],
         ),
-        (
-            (60, 50),
-            [
-                "in 1 of 2 layers the last 10 of 60 tokens are all zero: fewer tokens may be live than "
-                "--valid-tokens says",
-            ],
-        ),
     ],
 )
 @pytest.mark.parametrize("padding", [b"\0", b"\xa5"])
@@ -250,6 +243,18 @@ def test_read_rows_after_token_count_are_noted(tmp_path, tokens, notes, padding)
     made = packed_samples.arrays(2, 2, 50, 6)
     sample = packed_samples.write_prefix(tmp_path / "p", made, capacity=114, padding=padding)
     assert read(sample.path, tokens).notes == notes
+
+
+@pytest.mark.parametrize("padding", [b"\0", b"\xa5"])
+def test_read_valid_tokens_beyond_rows_of_one_layer_are_refused(tmp_path, padding):
+    made = packed_samples.arrays(2, 2, 50, 6)
+    sample = packed_samples.write_prefix(tmp_path / "p", made, capacity=114, padding=padding)
+    message = r"sys_0\.k: rows 50 to 59 of KV head 0 \(and 3 more heads like it\) are zero .* --valid-tokens has more"
+    with pytest.raises(SourceError, match=message):
+        read(sample.path, (60, 50))
+    notes = read(sample.path, (60, 50), ignore_contradictions=True).notes
+    assert "zero rows are taken as tokens" in notes[0]
+    assert "in 1 of 2 layers the last 10 of 60 tokens are all zero" in notes[1]
 
 
 @pytest.mark.parametrize("padding", [b"\0", b"\xa5"])

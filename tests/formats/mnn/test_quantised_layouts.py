@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import llm_kv
@@ -114,6 +115,21 @@ def test_unpack_int8_of_the_engine_is_inferred(engine_files, tmp_path, run, mode
     int8 = ("--backend", f"x86-avx2,int8={'keys' if mode == 9 else 'both'}")
     run("mnn", "unpack", *arguments, *int8, "-o", tmp_path / "y.npz")
     assert "equal" in run("diff", tmp_path / "x.npz", tmp_path / "y.npz").out
+
+
+@pytest.mark.parametrize("part", ["k", "v"])
+@pytest.mark.parametrize("mode", [9, 10])
+def test_unpack_int8_head_without_scales_is_refused(engine_files, tmp_path, run, mode, part):
+    """A head that was not written has no scales: its rows are dequantised to zeros."""
+    folder = shutil.copytree(engine_files / f"mode_{mode}", tmp_path / "p")
+    path = max(folder.glob(f"*[0-9].{part}"))
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2] + bytes(len(data) // 2))
+    backend = ("--backend", f"x86-avx2,int8={'keys' if mode == 9 else 'both'}")
+    arguments = (folder, "--kv-heads", 2, "--head-dim", 64, "--valid-tokens", 40, *backend)
+    message = f"{path.name}: rows 0 to 39 of KV head 1 are zero"
+    assert message in run("mnn", "unpack", *arguments, "-o", tmp_path / "x.npz", code=1).err
+    assert message in run("mnn", "unpack", *arguments, "--ignore", "contradictions", "-o", tmp_path / "x.npz").err
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any, ClassVar, NamedTuple
 
+from .._util.dataclass import dataclass
 from .._util.parallel import Progress, resolve_threads
 from .._util.text import LOSSLESS, compute_ratio, format_range, pluralize
 from ..arrays.array import Chunk, to_c_contiguous

@@ -10,11 +10,12 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from pathlib import Path
 
 import numpy as np
 
+from .._util.dataclass import dataclass
 from .._util.parallel import Progress
 from ..dtypes import PART_LETTERS, PARTS, Elements, Part
 from ..errors import SourceError

@@ -10,10 +10,11 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .._util.dataclass import dataclass
 from .._util.parallel import Progress, parallel_map, resolve_threads
 from .._util.text import LOSSLESS, LOSSY, SIMULATED, compute_ratio, escape_markdown, format_range, pluralize
 from ..arrays.completeness import Completeness, format_missing

@@ -7,12 +7,13 @@ scope: the reference selects two layers, kvmnn all.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from .._util.dataclass import dataclass
 from .._util.option_fields import option
 from ..dtypes import PART_LETTERS, PARTS, Bytes, Part
 from ..errors import KvmnnError, OptionError

@@ -8,10 +8,11 @@ import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
+from .._util.dataclass import dataclass
 from ..arrays import layers
 from ..arrays.completeness import Completeness, merge_completeness
 from ..arrays.source import Source

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import numpy as np
 
+from .._util.dataclass import dataclass
 from .._util.parallel import Progress
 from ..arrays.array import Chunk
 from ..dtypes import PARTS, Part

@@ -8,11 +8,11 @@ lists the rules; anything else is rejected, never guessed. A name does not prove
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from .. import dtypes
+from .._util.dataclass import dataclass
 from ..dtypes import PARTS, Elements, KVPair, Part
 from ..errors import MissingOptionError, OptionError, SourceError
 from .array import ArrayInfo, LazyArray

@@ -6,10 +6,11 @@ import contextvars
 import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+from .._util.dataclass import dataclass
 from .._util.text import pluralize
 from ..errors import OptionError, SourceError
 

@@ -6,9 +6,9 @@ import json
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from .._util.dataclass import dataclass
 from .._util.packages import get_version
 from .._util.text import escape_control, join_lines
 from ..errors import KvmnnError

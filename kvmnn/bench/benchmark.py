@@ -6,13 +6,14 @@ import platform
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from math import ceil
 from statistics import median
 from typing import Any
 
 import numpy as np
 
+from .._util.dataclass import dataclass
 from .._util.parallel import Progress, cpu_count
 from .._util.text import LOSSLESS, LOSSY, MIN_RATE_BYTES, format_mb_per_second, pluralize
 from ..arrays.array import Chunk, LazyArray

@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 
 from .. import dense, dtypes
+from .._util.dataclass import dataclass
 from .._util.packages import get_version
 from .._util.parallel import parallel_map, resolve_threads
 from .._util.text import LOSSY

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from .. import dense
+from .._util.dataclass import dataclass
 from .._util.packages import get_version
 from .._util.parallel import parallel_map, resolve_threads
 from ..arrays.array import Chunk

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, ClassVar
 
 from .. import dense
+from .._util.dataclass import dataclass
 from .._util.text import compute_ratio, pluralize
 from ..arrays.array import Chunk
 from ..arrays.completeness import Completeness

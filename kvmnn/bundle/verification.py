@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
 import numpy as np
 
+from .._util.dataclass import dataclass
 from .._util.parallel import Progress
 from .._util.text import LOSSLESS, LOSSY, compute_ratio, format_rate, pluralize
 from ..arrays.array import Chunk, LazyArray

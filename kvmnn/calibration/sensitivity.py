@@ -8,11 +8,11 @@ divergence grows with the square of the step.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from .._util.dataclass import dataclass
 from ..arrays.layer_cache import LayerCache
 from ..dtypes import PARTS, Floats, KVPair, Part
 from ..lm.session import DecoderSession

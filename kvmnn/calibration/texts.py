@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
+from .._util.dataclass import dataclass
 from ..dtypes import Indices
 from ..errors import KvmnnError
 from ..lm.documents import Document, read_documents

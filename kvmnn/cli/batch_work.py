@@ -7,11 +7,11 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from typing import Any
 
+from .._util.dataclass import dataclass
 from ..batch import Task, TaskOutcome
 from ..errors import OptionError
 from ..files.change_detection import InputGuard

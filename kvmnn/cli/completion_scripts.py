@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 
+from .._util.dataclass import dataclass
 from .._util.packages import get_version
 from . import command_parser
 from .command_parser import (

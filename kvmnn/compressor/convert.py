@@ -6,9 +6,10 @@ import hashlib
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .._util.dataclass import dataclass
 from .._util.parallel import Progress
 from .._util.text import LOSSLESS, LOSSY
 from ..dtypes import Elements

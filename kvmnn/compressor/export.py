@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from pathlib import PurePath
 
 import numpy as np
 
+from .._util.dataclass import dataclass
 from .._util.text import LOSSLESS, UNCHANGED, pluralize
 from ..arrays.array import ArrayInfo, Chunk, LazyArray
 from ..arrays.source import Source

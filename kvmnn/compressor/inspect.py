@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
+from .._util.dataclass import dataclass
 from ..dtypes import Floats
 from ..files.schema import Record
 from .checkpoint import Checkpoint, open_checkpoint, prefix_errors

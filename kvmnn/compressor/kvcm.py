@@ -13,12 +13,13 @@ import os
 import struct
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from .._util.dataclass import dataclass
 from ..dtypes import BF16, FP16, FP32, DType, Elements, Floats
 from ..errors import KvmnnError, ManifestError, WeightsError
 from ..files.mapped_file import MappedFile, read_head

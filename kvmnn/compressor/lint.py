@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import NamedTuple, Protocol
 
+from .._util.dataclass import dataclass
 from ..formats.torch.tensors import TorchTensor
 from .checkpoint import count_non_finite
 from .kvcm import (

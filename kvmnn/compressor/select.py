@@ -7,9 +7,10 @@ c05696dd). kvmnn's own extensions are only tried if these fail, and add a notice
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, NamedTuple
 
+from .._util.dataclass import dataclass
 from ..dtypes import parse_dtype
 from ..errors import CheckpointError, KvmnnError, LimitError
 from ..formats.torch.tensors import TorchTensor

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 
+from .._util.dataclass import dataclass
 from .._util.parallel import Progress
 from .._util.text import pluralize
 from ..dtypes import Elements

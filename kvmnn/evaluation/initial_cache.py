@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
+from .._util.dataclass import dataclass
 from .._util.text import pluralize
 from ..arrays.layer_cache import LayerCache
 from ..arrays.llama_transforms import iter_transform_combinations

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal, overload
 
+from .._util.dataclass import dataclass
 from ..files.schema import Record
 from ..policies.h2o.planner import H2OStats
 from ..reports.records import FrameSizeStats, LayerDistanceStats, ModelInfo, RuntimeStats, TimeSeries

@@ -6,10 +6,11 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Literal
 
+from .._util.dataclass import dataclass
 from .._util.text import pluralize
 from ..errors import KvmnnError, SourceError, build_read_error
 from ..files.schema import Record, iter_values, parse_object, read_bounded

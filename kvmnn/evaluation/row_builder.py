@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from .. import dtypes
+from .._util.dataclass import dataclass
 from .._util.text import LOSSLESS, LOSSY
 from ..lm.documents import Document
 from ..policies.h2o.planner import merge_stats

@@ -11,13 +11,14 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Protocol
 
 import numpy as np
 
+from .._util.dataclass import dataclass
 from .._util.packages import get_version
 from .._util.text import pluralize
 from ..arrays.source import Source

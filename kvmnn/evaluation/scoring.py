@@ -14,13 +14,14 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from .. import dtypes
+from .._util.dataclass import dataclass
 from ..arrays.layer_cache import LayerCache
 from ..dtypes import Floats
 from ..errors import KvmnnError

@@ -7,9 +7,10 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from typing import Any, Literal, Self
 
+from .._util.dataclass import dataclass
 from .._util.option_fields import OPTION_KEY
 from ..errors import KvmnnError, OptionError
 from ..files.schema import Record

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import combinations, islice
 
 import numpy as np
 
+from .._util.dataclass import dataclass
 from ..errors import KvmnnError
 from ..lm.documents import Document, Ids, TextTokenizer
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
+from .._util.dataclass import dataclass
 from .._util.text import suggest
 from ..errors import OptionError
 from ..files.schema import Record

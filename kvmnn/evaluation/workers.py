@@ -11,12 +11,13 @@ import sys
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import numpy as np
 
 from .. import errors
+from .._util.dataclass import dataclass
 from ..errors import KvmnnError
 from ..files.schema import Record
 from ..lm.documents import Document

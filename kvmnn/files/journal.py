@@ -9,11 +9,11 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NamedTuple, Self
 
+from .._util.dataclass import dataclass
 from ..errors import OutputError, SourceError
 from .atomic import is_device, wrap_os_errors
 from .schema import loads_strict

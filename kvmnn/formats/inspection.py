@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any, Literal
 
+from .._util.dataclass import dataclass
 from .._util.text import pluralize
 from ..arrays.array import ArrayInfo
 from ..arrays.completeness import Completeness

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from .._util.dataclass import dataclass
 from .._util.text import LOSSLESS, LOSSY, pluralize
 from ..arrays.array import Chunk, LazyArray, rechunk
 from ..arrays.cast import round_to_dtype, to_float32

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from .._util.dataclass import dataclass
 from .._util.text import escape_markdown
 from .case_inputs import LogScan, MetricRow, MetricRows, OfflineRatio
 from .latency_limits import build_latency_gates

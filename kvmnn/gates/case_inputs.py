@@ -8,10 +8,11 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
+from .._util.dataclass import dataclass
 from .._util.text import unescape_csv
 from ..errors import SourceError
 from ..files.schema import read_object

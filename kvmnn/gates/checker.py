@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
+from .._util.dataclass import dataclass
 from .._util.text import pluralize, wrap_lines
 from ..errors import OptionError, SourceError
 from .analysis import SELECTED_RATIO_WARNINGS, CaseAnalysis, analyse, format_case_markdown

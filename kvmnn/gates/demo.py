@@ -6,10 +6,11 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
+from .._util.dataclass import dataclass
 from .._util.text import escape_markdown, pluralize, wrap_lines
 from ..errors import SourceError
 from .logs import find_log_files, get_number, parse_json_line, parse_printed_values, read_json_records, read_log

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 
+from .._util.dataclass import dataclass
 from .limits import GateLimits
 from .verdict import NOT_MEASURED, GateResult, format_distinct, verdict_from
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
+from .._util.dataclass import dataclass
 from .._util.option_fields import option
 from .._util.text import suggest
 from ..errors import MissingFileError, OptionError, SourceError

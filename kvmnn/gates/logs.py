@@ -8,10 +8,11 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal
 
+from .._util.dataclass import dataclass
 from .._util.text import pluralize
 from ..errors import MissingFileError, SourceError, build_read_error
 from ..files.schema import Record, loads_strict, read_bounded

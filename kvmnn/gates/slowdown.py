@@ -8,12 +8,12 @@ import os
 import re
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean, median
 from typing import Literal, get_args
 
+from .._util.dataclass import dataclass
 from .._util.text import pluralize
 from ..errors import SourceError
 from ..files.atomic import wrap_os_errors

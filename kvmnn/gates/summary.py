@@ -6,11 +6,11 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from .._util.dataclass import dataclass
 from .._util.text import escape_markdown, pluralize, wrap_lines
 from ..errors import REPLACE_HINT, MissingFileError, OptionError, OutputError, SourceError
 from ..files.atomic import DirectoryOutput, FileOutput, wrap_os_errors

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Literal
 
+from .._util.dataclass import dataclass
 from .._util.text import wrap_text
 from ..files.schema import Record
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from zarr.abc.codec import ArrayBytesCodec
 
+from .._util.dataclass import dataclass
 from ..errors import KvmnnError
 from ..frames import Effort
 from .chunk_codec import CODEC_NAME, check_effort, check_size, decode_chunk, encode_chunk, get_element_type

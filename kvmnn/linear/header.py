@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from .._util.dataclass import dataclass
 from ..dense._stream import xxh64
 from ..dense.header import DTYPES, check_byte_order
 from ..dtypes import Bytes, DType, Positions

@@ -10,11 +10,11 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from .._util.dataclass import dataclass
 from .._util.validation import validate_int
 from ..arrays.layer_cache import LayerCache
 from ..dense.header import DTYPES

@@ -6,12 +6,13 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Protocol
 
 import numpy as np
 
 from .. import dtypes
+from .._util.dataclass import dataclass
 from .._util.parallel import Progress
 from .._util.text import LOSSLESS, LOSSY, break_lines, format_range, side_by_side_diff
 from ..dtypes import Floats

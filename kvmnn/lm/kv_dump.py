@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from textwrap import indent
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from .. import dtypes
+from .._util.dataclass import dataclass
 from .._util.packages import get_version
 from .._util.text import LOSSY, UNCHANGED, format_range, pluralize
 from ..arrays.array import from_numpy

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
+from .._util.dataclass import dataclass
 from ..dtypes import PARTS, Elements, Floats, Indices, KVPair, Part, Positions
 from ..quantization import CacheCodec, CacheShape
 from ..quantization.codec import Field

@@ -6,13 +6,13 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .._util.dataclass import dataclass
 from .._util.packages import import_optional
 from .._util.text import pluralize
 from ..errors import KvmnnError, SourceError, build_read_error

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from hashlib import sha256
 from pathlib import Path, PurePath
 from tempfile import TemporaryDirectory
@@ -19,6 +19,7 @@ from typing import Any, Self
 import numpy as np
 
 from .. import dtypes
+from .._util.dataclass import dataclass
 from .._util.text import format_range, pluralize
 from ..arrays.cast import CastStats, merge_cast_stats
 from ..arrays.completeness import require_complete

@@ -9,8 +9,8 @@ with begin counted from the window's start. Nothing here touches a buffer.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
+from .._util.dataclass import dataclass
 from .._util.validation import validate_int
 from ..errors import KvmnnError, OptionError
 

@@ -8,12 +8,13 @@ float32, in the order of the engine's scalar functions: `tq3_quantize_block` and
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from .._util.dataclass import dataclass
 from ..dtypes import Bytes, Floats
 
 BLOCK_VALUES: Final = 32

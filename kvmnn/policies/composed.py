@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 
+from .._util.dataclass import dataclass
 from .._util.validation import validate_int
 from ..dtypes import Elements, Floats, Indices
 from ..errors import KvmnnError

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from .._util.dataclass import dataclass
 from .._util.validation import validate_count, validate_fraction
 from ..dtypes import Indices
 from ..errors import KvmnnError

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
+from .._util.dataclass import dataclass
 from .._util.validation import validate_count
 from ..dtypes import Indices
 from ..errors import KvmnnError

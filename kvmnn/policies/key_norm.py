@@ -7,12 +7,13 @@ tensors of another library, which is not imported: they need ``shape``, indexing
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from .._util.dataclass import dataclass
 from .._util.text import pluralize
 from .._util.validation import validate_count, validate_fraction
 from ..dtypes import Floats, Indices

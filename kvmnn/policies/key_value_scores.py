@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import numpy as np
 
+from .._util.dataclass import dataclass
 from .._util.validation import validate_count, validate_int
 from ..dtypes import Floats
 from ..errors import KvmnnError

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
+from .._util.dataclass import dataclass
 from ..dtypes import Floats, Positions
 
 

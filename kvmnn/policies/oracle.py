@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import numpy as np
 
+from .._util.dataclass import dataclass
 from ..dtypes import Floats
 from ..errors import KvmnnError
 from .policy import LayerState

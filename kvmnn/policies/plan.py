@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import numpy as np
 
+from .._util.dataclass import dataclass
 from .._util.text import LOSSY, UNCHANGED, format_range, pluralize
 from ..arrays.engine_cache import positions_to_runs
 from ..dtypes import Elements, Floats, Indices, Positions

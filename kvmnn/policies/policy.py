@@ -11,7 +11,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from enum import Enum
 from fractions import Fraction
 from typing import Any, ClassVar, Literal, Self, TypeAlias
@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal, Self, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from .._util.dataclass import dataclass
 from .._util.text import pluralize
 from .._util.validation import validate_count, validate_fraction
 from ..dtypes import Floats, Indices, Positions

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from .._util.dataclass import dataclass
 from .._util.text import pluralize
 from .._util.validation import validate_count
 from ..dtypes import Floats, Indices

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
+from .._util.dataclass import dataclass
 from .._util.validation import validate_count, validate_fraction, validate_int
 from ..dtypes import Floats
 from .key_value_scores import compute_leverage

@@ -7,10 +7,11 @@ import inspect
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, field, fields, is_dataclass
 from importlib import util as import_util
 from typing import Any, ClassVar, Self
 
+from .._util.dataclass import dataclass
 from .._util.text import suggest
 from ..errors import KvmnnError
 from ..files.schema import Record

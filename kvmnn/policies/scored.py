@@ -7,11 +7,12 @@ tokens of decoding, or both) and in which units (`wrappers`: tokens of a head, o
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar, Literal, Self, get_args
 
 import numpy as np
 
+from .._util.dataclass import dataclass
 from .._util.text import pluralize
 from .._util.validation import validate_fraction, validate_int
 from ..dtypes import Elements, Floats

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
+from .._util.dataclass import dataclass
 from .._util.text import pluralize
 from .._util.validation import validate_count
 from ..dtypes import Indices

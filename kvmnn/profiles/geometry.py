@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import dtypes
+from .._util.dataclass import dataclass
 from ..arrays.cast import to_float32
 from ..arrays.layer_cache import LayerCache
 from ..dense.rope import RopeConfig, RopeFrequencies

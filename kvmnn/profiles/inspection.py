@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from .._util.dataclass import dataclass
 from .._util.text import format_layers, pluralize
 from ..errors import KvmnnError
 from ..files.schema import Record

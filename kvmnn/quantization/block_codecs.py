@@ -8,12 +8,12 @@ token over channels, each with a scale and a least number in fp16.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from .._util.dataclass import dataclass
 from ..dtypes import PARTS, Floats, Part
 from ..errors import KvmnnError
 from ..packed.rotated_codes import TQ3, TQ4, RotatedFormat

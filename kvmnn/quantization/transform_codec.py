@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
+from .._util.dataclass import dataclass
 from ..arrays.layer_cache import LayerCache
 from ..dtypes import Floats, Part
 from ..errors import KvmnnError

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .._util.dataclass import dataclass
 from .._util.packages import import_optional
 from ..errors import KvmnnError, OptionError
 from ..files.atomic import DirectoryOutput

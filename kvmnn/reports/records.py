@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from math import sqrt
 from typing import Any, Literal, Protocol, TypeVar
 
+from .._util.dataclass import dataclass
 from .._util.text import LOSSLESS
 from ..dtypes import Part
 from ..files.schema import Record, json_key

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, field, fields
 from typing import Any, TypeGuard
 
+from .._util.dataclass import dataclass
 from ..policies.policy import FullCache
 from ..policies.registry import MODEL_POLICIES, POLICIES
 from .plot_style import make_line_style

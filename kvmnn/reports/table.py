@@ -7,9 +7,10 @@ import io
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, NamedTuple
 
+from .._util.dataclass import dataclass
 from .._util.text import escape_csv, escape_markdown_cell, join_lines
 from ..files.result_rows import format_html_table
 

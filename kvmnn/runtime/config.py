@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from .._util.dataclass import dataclass
 from .._util.text import suggest
 from .._util.validation import repr_short, validate_int
 from ..errors import KvmnnError

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import numpy as np
 
+from .._util.dataclass import dataclass
 from .._util.text import LOSSY, compute_ratio, pluralize
 from ..files.schema import Record, json_key
 from .config import ENGINE_CODEC, is_lossy_codec

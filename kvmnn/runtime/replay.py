@@ -6,12 +6,13 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
+from .._util.dataclass import dataclass
 from .._util.text import LOSSLESS, pluralize
 from .._util.validation import repr_short, validate_int
 from ..arrays.completeness import Completeness, describe_scope, format_missing

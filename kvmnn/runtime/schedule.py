@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
+from .._util.dataclass import dataclass
 from .config import RuntimeConfig
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 
+from .._util.dataclass import dataclass
 from ..arrays.completeness import Completeness
 from ..arrays.layers import collect_layers, format_input_prefix, require_common_geometry
 from ..arrays.source import Source

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
+from .._util.dataclass import dataclass
 from ..arrays.cast import to_float32
 from ..arrays.layer_cache import LayerCache
 from ..dtypes import PARTS, Elements, Part, infer_dtype

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from .._util.dataclass import dataclass
 from ..dense._stream import xxh64
 from ..dtypes import BF16, FP16, FP32, DType
 from ..errors import FrameError, LimitError

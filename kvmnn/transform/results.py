@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 
+from .._util.dataclass import dataclass
 from .._util.text import LOSSY
 from ..arrays.layer_cache import LayerCache
 from ..dtypes import Elements, infer_dtype

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
 
+from ..._util.dataclass import dataclass
 from ..._util.packages import get_version
 from ..._util.parallel import Progress
 from ..._util.text import LOSSY, UNCHANGED, pluralize

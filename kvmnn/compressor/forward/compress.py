@@ -7,11 +7,11 @@ compressed cache or an error, and its own arrays are never modified.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from ..._util.dataclass import dataclass
 from ..._util.parallel import Progress
 from ...arrays.layer_cache import LayerCache, check_kv_pair
 from ...dtypes import BF16, PARTS, Elements, Floats, KVPair, Part, Positions

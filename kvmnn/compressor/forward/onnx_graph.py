@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import numpy as np
 
+from ..._util.dataclass import dataclass
 from ..._util.packages import import_optional
 from ..._util.text import LOSSY, UNCHANGED
 from ...dtypes import Elements

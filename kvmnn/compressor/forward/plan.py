@@ -5,9 +5,10 @@ The rules are those of the runtime that loads KVCM files; docs/compressor-forwar
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
+from ..._util.dataclass import dataclass
 from ..._util.text import pluralize
 from ..._util.validation import validate_int
 from ...dtypes import PARTS, Part

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ..._util.dataclass import dataclass
 from ..._util.text import pluralize
 from ...arrays.array import ArrayInfo, LazyArray, UnsupportedArrayError, UntypedArrayError, from_strided_view
 from ...arrays.axes import select_token_rows

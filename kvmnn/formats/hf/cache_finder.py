@@ -9,12 +9,13 @@ named, and not read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from ..._util.dataclass import dataclass
 from ...arrays.completeness import StateKind
 from ...errors import SourceError
 

@@ -8,11 +8,12 @@ tokens of a batch are padding.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from ..._util.dataclass import dataclass
 from ..._util.text import pluralize
 from ...arrays.completeness import Completeness, LayerStateInfo
 from ...arrays.engine_cache import BatchText

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Final, Literal
 
 from ... import dtypes
+from ..._util.dataclass import dataclass
 from ..._util.packages import get_version
 from ..._util.text import LOSSLESS, LOSSY, compute_ratio
 from ...arrays.completeness import Completeness

@@ -8,13 +8,14 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ..._util.dataclass import dataclass
 from ..._util.parallel import Progress
 from ..._util.text import LOSSY, compute_ratio, escape_control, format_rate, pluralize
 from ...arrays.array import Chunk, LazyArray, rechunk

@@ -8,13 +8,14 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ... import dtypes
+from ..._util.dataclass import dataclass
 from ..._util.parallel import Progress
 from ..._util.text import LOSSY, format_layers, format_rate, pluralize
 from ...arrays.completeness import Completeness, describe_scope, format_missing

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
 
 from ... import dtypes
+from ..._util.dataclass import dataclass
 from ..._util.text import pluralize
 from ...arrays.array import Chunk, rechunk
 from ...arrays.completeness import Completeness, LayerStateInfo

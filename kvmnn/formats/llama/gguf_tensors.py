@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
 
+from ..._util.dataclass import dataclass
 from ..._util.text import pluralize
 from ...dtypes import Bytes, Floats
 from ...errors import SourceError

@@ -7,11 +7,11 @@ models only, which are read once, so that numpy is fast enough. Layouts and form
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
+from ..._util.dataclass import dataclass
 from ...dtypes import Bytes, Floats
 
 _SUPER_BLOCK_VALUES: Final = 256

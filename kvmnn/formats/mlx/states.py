@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
 
+from ..._util.dataclass import dataclass
 from ..._util.text import pluralize
 from ...arrays.completeness import Completeness, LayerStateInfo, StateKind
 from ...dtypes import Bytes, Elements, Positions

@@ -11,12 +11,13 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
+from ..._util.dataclass import dataclass
 from ..._util.parallel import Progress
 from ..._util.text import LOSSY, UNCHANGED, pluralize
 from ..._util.validation import validate_int

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
+from ..._util.dataclass import dataclass
 from ..._util.text import pluralize
 from ...arrays.completeness import Completeness, format_missing
 from ...arrays.source import list_losses

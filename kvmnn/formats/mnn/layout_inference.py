@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import PurePath
 from typing import Any, Final, Literal
 
 import numpy as np
 
+from ..._util.dataclass import dataclass
 from ..._util.text import pluralize
 from ...dtypes import PARTS, Bytes, Part
 from ...errors import MissingOptionError, SourceError, UnsuitableOptionError

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import PurePath
 
+from ..._util.dataclass import dataclass
 from ..._util.text import pluralize as count_of
 from ...arrays.array import UnsupportedArrayError
 from ...arrays.completeness import SHIFTED_KEYS_TEXT, Completeness, add_missing_state

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
+from ..._util.dataclass import dataclass
 from ..._util.parallel import Progress
 from ..._util.text import format_range
 from ...arrays import engine_transforms

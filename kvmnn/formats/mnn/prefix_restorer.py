@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
+from ..._util.dataclass import dataclass
 from ..._util.parallel import MAX_IN_FLIGHT_BYTES, Progress, resolve_threads
 from ...arrays.array import ArrayInfo, LazyArray
 from ...arrays.layers import LayerArray, collect_layer_arrays

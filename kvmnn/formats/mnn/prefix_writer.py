@@ -6,9 +6,10 @@ import hashlib
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 
+from ..._util.dataclass import dataclass
 from ..._util.parallel import Progress, parallel_map, resolve_threads
 from ..._util.text import LOSSLESS, LOSSY, format_rate, pluralize
 from ...arrays.array import LazyArray

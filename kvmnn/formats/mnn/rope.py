@@ -14,7 +14,7 @@ import re
 import struct
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ... import dtypes
+from ..._util.dataclass import dataclass
 from ..._util.text import pluralize
 from ...arrays.layers import LayerArray
 from ...dense import RopeConfig, search_rope

@@ -14,12 +14,12 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 import numpy as np
 
+from ..._util.dataclass import dataclass
 from ...dtypes import Bytes
 from ...errors import CheckpointError, LimitError
 from ...files.mapped_file import MappedFile

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Literal
 
+from ..._util.dataclass import dataclass
 from ..._util.text import compute_ratio, pluralize
 from ...arrays.completeness import Completeness
 from ...arrays.engine_cache import EngineCacheInfo

@@ -9,12 +9,13 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import product
 from typing import Any, Literal
 
 import numpy as np
 
+from ..._util.dataclass import dataclass
 from ...arrays import engine_metadata
 from ...arrays.array import ArrayInfo, Order, UnsupportedArrayError
 from ...arrays.engine_cache import select_engine_layers

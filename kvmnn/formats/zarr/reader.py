@@ -6,7 +6,6 @@ import hashlib
 import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import zstandard
 
+from ..._util.dataclass import dataclass
 from ..._util.parallel import ordered_map
 from ..._util.text import pluralize
 from ...arrays.array import Chunk, LazyArray, rechunk

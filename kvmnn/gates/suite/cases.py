@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any, Literal
 
+from ..._util.dataclass import dataclass
 from ...errors import KvmnnError, OptionError
 from ...policies.h2o.config import H2OConfig
 from ...policies.h2o_blocks import H2OEngine

@@ -6,11 +6,11 @@ import json
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
+from ..._util.dataclass import dataclass
 from ..._util.text import pluralize, wrap_lines
 from ...errors import SourceError
 from ...files.atomic import FileOutput

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from statistics import fmean
 from typing import Any
 
+from ..._util.dataclass import dataclass
 from ..._util.text import wrap_lines
 from ...files.schema import Record
 from ..analysis import CaseAnalysis, DecodeStats

@@ -6,11 +6,12 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from math import expm1
 from pathlib import Path
 from typing import Any
 
+from ..._util.dataclass import dataclass
 from ..._util.packages import get_version
 from ..._util.text import pluralize, wrap_lines
 from ...errors import KvmnnError, OptionError

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
+from ..._util.dataclass import dataclass
 from ..._util.text import suggest
 from ...errors import KvmnnError, MissingFileError, OptionError
 from ...evaluation.task_result import TaskOptions

@@ -7,11 +7,11 @@ import json
 import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+from ..._util.dataclass import dataclass
 from ..._util.packages import get_version
 from ...errors import REPLACE_HINT, KvmnnError, OutputError
 from ...evaluation.runner import hash_model

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from statistics import fmean, stdev
 
+from ..._util.dataclass import dataclass
 from ..._util.text import LOSSY
 from ...evaluation.scoring import MIN_DOCUMENTS_FOR_INTERVAL
 from ...evaluation.task_result import TaskOptions, TaskScore

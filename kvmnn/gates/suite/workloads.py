@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
+from ..._util.dataclass import dataclass
 from ..._util.text import pluralize
 from ...errors import KvmnnError, MissingFileError, SourceError
 from ...files.schema import loads_strict, read_bounded

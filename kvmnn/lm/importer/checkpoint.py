@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
 
+from ..._util.dataclass import dataclass
 from ...dtypes import Floats
 from ...errors import KvmnnError, ModelError, SourceError
 from ...files.mapped_file import MappedFile

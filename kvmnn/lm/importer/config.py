@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 
+from ..._util.dataclass import dataclass
 from ...dense.rope import RopeFrequencies
 from ...dtypes import Floats
 from ...errors import ModelError

@@ -6,7 +6,6 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -14,6 +13,7 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
+from ..._util.dataclass import dataclass
 from ..._util.packages import get_version, import_optional
 from ...dense import RopeConfig
 from ...dtypes import Floats

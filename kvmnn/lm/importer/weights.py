@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final, Generic, Protocol, TypeVar
 
 import numpy as np
 
+from ..._util.dataclass import dataclass
 from ...dtypes import Floats
 from ...errors import ModelError
 from .config import DecoderConfig

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, Literal
 
+from ..._util.dataclass import dataclass
 from ..._util.packages import import_optional
 from .model_files import iter_subgraphs
 

@@ -9,12 +9,12 @@ names in a graph do not show this, so it is tested.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..._util.dataclass import dataclass
 from ...dtypes import KVPair
 from ...errors import ModelError
 from .decoder import OnnxDecoder, StepResult

@@ -6,9 +6,9 @@ Nothing else of the graph changes, weights are not touched, and a bias of zeros 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
+from ..._util.dataclass import dataclass
 from ..._util.packages import import_optional
 from ...errors import AttentionNotExposedError
 from .attention import AttentionForm, AttentionInfo, AttentionSite

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import numpy as np
 
+from ..._util.dataclass import dataclass
 from ..._util.packages import import_optional
 from ...errors import ModelError
 from ..windows import list_windows

@@ -6,10 +6,11 @@ import hashlib
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
+from ..._util.dataclass import dataclass
 from ..._util.packages import import_optional
 from ...errors import MissingFileError, ModelError, SourceError, build_read_error
 from ...files.mapped_file import MappedFile

@@ -7,10 +7,10 @@ import re
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..._util.dataclass import dataclass
 from ..._util.packages import import_optional
 from ...errors import KvmnnError, ModelError
 from .model_files import format_error

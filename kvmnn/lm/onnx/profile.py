@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..._util.dataclass import dataclass
 from ..._util.packages import import_optional
 from ...errors import ModelError
 from .attention import find_attention_nodes

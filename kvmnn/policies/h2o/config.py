@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
+from ..._util.dataclass import dataclass
 from ..._util.text import suggest
 from ..._util.validation import repr_short, validate_int
 from ...errors import KvmnnError

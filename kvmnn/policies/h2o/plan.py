@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ..._util.dataclass import dataclass
 from ..._util.text import LOSSY, UNCHANGED, pluralize
 from ..._util.validation import format_fields, validate_int
 from ...dtypes import Floats

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ..._util.dataclass import dataclass
 from ..._util.validation import validate_int
 from ...dtypes import Floats
 from ...errors import KvmnnError

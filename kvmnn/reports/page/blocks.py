@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal
+
+from ..._util.dataclass import dataclass
 
 Tone = Literal["", "good", "bad", "unknown", "muted"]
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
+from ..._util.dataclass import dataclass
 from ...bench.benchmark import BenchReport
 from ...errors import MissingFileError, SourceError
 from ...evaluation.result import EvaluationResult

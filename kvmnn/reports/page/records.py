@@ -6,8 +6,9 @@ The fork's figures are those of its round 6 of 2026-02-21, llama2 on a CPU.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from ..._util.dataclass import dataclass
 from ...files.schema import Record
 from ...gates.verdict import GateResult, Verdict
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..._util.dataclass import dataclass
 from ..._util.text import pluralize
 from ...errors import KvmnnError, SourceError
 from ...files.schema import Record

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
+from ..._util.dataclass import dataclass
 from ...frames import Block
 from ..config import RuntimeConfig
 from ..metrics import OperationLatencies

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from ..._util.dataclass import dataclass
 from ...dtypes import Elements
 from ...files.schema import Record, json_key
 from ...frames import fnv1a64

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import numpy as np
 
+from ..._util.dataclass import dataclass
 from ...dtypes import DType, Elements, KVPair
 from ...frames import Block
 from ...packed.compaction import ReservePair, simulate_fork_realloc

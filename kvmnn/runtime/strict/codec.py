@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
+from ..._util.dataclass import dataclass
 from ...dtypes import DType, Elements, Positions
 from ...errors import FrameError, KvmnnError
 from ...frames import Block, encode_block, fnv1a64, verify_roundtrip

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
 import numpy as np
 
+from ..._util.dataclass import dataclass
 from ...dtypes import DType
 from ...errors import KvmnnError, RestoreError
 from ...packed.compaction import ReservePair

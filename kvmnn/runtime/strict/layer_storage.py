@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from ..._util.dataclass import dataclass
 from ...dtypes import DType, Elements, KVPair
 from ...packed.compaction import ReservePair
 from ..positions import PositionRuns

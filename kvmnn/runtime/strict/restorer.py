@@ -7,9 +7,10 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 
+from ..._util.dataclass import dataclass
 from ...dtypes import Elements
 from ...errors import KvmnnError
 from ..metrics import OperationLatencies, RuntimeLayerMetrics

@@ -10,13 +10,13 @@ import os
 import re
 from array import array
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ..._util.dataclass import dataclass
 from ..._util.text import escape_control
 from ..._util.validation import repr_short
 from ...errors import SourceError

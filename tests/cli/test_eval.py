@@ -104,6 +104,7 @@ def test_eval_terminal_shows_progress_and_table(tmp_path):
     assert "streaming 16" in text
 
 
+@pytest.mark.usefixtures("without_workers")
 @pytest.mark.slow
 def test_eval_plot_writes_files(capsys, cells, tmp_path):
     plots = tmp_path / "plots"
@@ -250,6 +251,7 @@ def test_eval_usage_errors(capsys, arguments, message):
     assert message in err
 
 
+@pytest.mark.usefixtures("without_workers")
 @pytest.mark.slow
 def test_eval_unusable_text_is_one_line_error(capsys, tmp_path):
     policy = ["--policy", "recent_only", "--budget", "8", "--no-timing"]

@@ -10,6 +10,8 @@ import ctypes
 import mmap
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate
+from operator import xor
 from typing import NamedTuple
 
 import zstandard
@@ -40,27 +42,27 @@ def split(data: bytes, stride: int) -> list[bytes]:
 
 
 def join(lanes: list[bytes]) -> bytes:
-    return bytes(byte for word in zip(*lanes, strict=True) for byte in word)
+    if any(len(lane) != len(lanes[0]) for lane in lanes):
+        raise ValueError("lanes of unequal lengths")
+    out = bytearray(sum(map(len, lanes)))
+    for number, lane in enumerate(lanes):
+        out[number :: len(lanes)] = lane
+    return bytes(out)
 
 
 def predict(stream: bytes, mode: int) -> bytes:
     if mode == RAW:
         return stream
-    before, out = 0, bytearray()
-    for byte in stream:
-        out.append((byte - before) & 255 if mode == DELTA_SEQ else byte ^ before)
-        before = byte
-    return bytes(out)
+    pairs = zip(stream, b"\0" + stream, strict=False)
+    return bytes((byte - before) & 255 if mode == DELTA_SEQ else byte ^ before for byte, before in pairs)
 
 
 def unpredict(stream: bytes, mode: int) -> bytes:
     if mode == RAW:
         return stream
-    before, out = 0, bytearray()
-    for byte in stream:
-        before = (byte + before) & 255 if mode == DELTA_SEQ else byte ^ before
-        out.append(before)
-    return bytes(out)
+    if mode == DELTA_SEQ:
+        return bytes(total & 255 for total in accumulate(stream))
+    return bytes(accumulate(stream, xor))
 
 
 def parse_spec(spec: str, default_raw: bool) -> set[str]:

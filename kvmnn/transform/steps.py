@@ -157,6 +157,7 @@ def plan_steps(
     bits_factor: float = 1.0,
     level_shifts: npt.NDArray[np.float64] | None = None,
     begin_token: int = 0,
+    exact_bits: int = 16,
 ) -> StepPlan:
     """Return the steps of all layers for a cache of `tokens` tokens.
 
@@ -179,6 +180,8 @@ def plan_steps(
         Of each layer, where all of the text was measured (`fit_level_shifts`): float64 ``[layer]``.
     begin_token
         Tokens of the text before these.
+    exact_bits
+        Bits of an element of a token that is stored exactly, 32 of fp32. Sizes that are asked for count words of 16.
     """
     below = tables.belows[-1] if options.below is None else options.below
     planner = _Planner(
@@ -190,7 +193,7 @@ def plan_steps(
         return planner.plan(DEFAULT_KL if options.kl is None else options.kl)
     bits = _BITS_OF_WORD / options.ratio if options.ratio is not None else options.bits or 0.0
     num_exact = min(options.first + options.recent, tokens)
-    coded_bits = (bits * tokens - _BITS_OF_WORD * num_exact) / max(tokens - num_exact, 1)
+    coded_bits = (bits * tokens - exact_bits * num_exact) / max(tokens - num_exact, 1)
     budget = (coded_bits if coded_bits >= _MIN_SHARE_OF_BITS * bits else bits) * planner.num_elements
     low, high = math.log(1e-9), math.log(MAX_KL)
     for _ in range(_SEARCH_STEPS):

@@ -183,7 +183,10 @@ class CacheEncoder:
         if not sample:
             return
         tokens, has_attention = sample[0].tokens, self._options.attention is not None
-        plan = plan_steps(tables, options, tokens, has_attention, level_shifts=self._level_shifts)
+        exact_bits = 8 * sample[0].keys.itemsize
+        plan = plan_steps(
+            tables, options, tokens, has_attention, level_shifts=self._level_shifts, exact_bits=exact_bits
+        )
         num_exact, factor = min(options.first + options.recent, tokens), 1.0
         if needs_sample:
             too_low, too_high = 0.0, 0.0
@@ -194,7 +197,7 @@ class CacheEncoder:
                 too_low, too_high = (factor, too_high) if change > 1 else (too_low, factor)
                 # rows that small steps make exact take bits that are not in proportion
                 factor = math.sqrt(too_low * too_high) if too_low and too_high and not is_near else factor * change
-                plan = plan_steps(tables, options, tokens, has_attention, bits_factor=factor)
+                plan = plan_steps(tables, options, tokens, has_attention, bits_factor=factor, exact_bits=exact_bits)
                 if is_near:
                     break
         self.has_sensitivities = plan.is_measured

@@ -450,7 +450,7 @@ def _list_notes(
     num_exact = min(options.first + options.recent, document.tokens)
     if ratio <= target and kl is not None and kl > 0.99 * MAX_KL:
         reason = "no larger loss is possible"
-    elif ratio <= target and num_exact * target > _MAX_EXACT_SHARE * document.tokens:
+    elif ratio <= target and num_exact * target * itemsize / 2 > _MAX_EXACT_SHARE * document.tokens:
         reason = f"{num_exact:,} of {document.tokens:,} tokens are exact and come on top"
         share = num_exact / document.tokens  # as large as they are, the others should have reached the target
         if is_size_missed(ratio, 1 / ((1 - share) / target + share * itemsize / 2)):

@@ -60,19 +60,10 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., SimpleNamespace]:
 
 @pytest.fixture
 def without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let evaluations of the command measure in this process, where its processes are not what is tested.
+    """Evaluations of the command measure in this process, where its processes are not what is tested."""
+    from in_process import measure_in_process
 
-    A process for each configuration takes a second or two of CPU time to start.
-    """
-    from kvmnn.evaluation import EvaluationSettings, workers
-    from kvmnn.evaluation.measure import CellMeasurer
-
-    def run_here(tasks, order, jobs):
-        settings = EvaluationSettings.from_dict(order["settings"])
-        measurer = CellMeasurer(order["model"], settings, order["start"], order["references"])
-        return workers._run_in_process(tasks, measurer)
-
-    monkeypatch.setattr(workers, "_run_in_workers", run_here)
+    measure_in_process(monkeypatch)
 
 
 @pytest.fixture(scope="session")

@@ -13,9 +13,12 @@ pytest.importorskip("onnxruntime")
 pytest.importorskip("tokenizers")
 import gate_models
 from hostile_files import quietly
+from in_process import measure_in_process
 
 from kvmnn.gates.suite import suite
 from kvmnn.gates.summary import collect_cases
+
+pytestmark = pytest.mark.usefixtures("without_workers")  # test_suite.py has rounds with worker processes
 
 PASSING = {"lossy_target": 0.0, "lossless_target": 0.0, "decode_drop_target": 1.0, "max_lossless_queue_peak": -1,
            "require_runtime_decomp": False, "max_lossless_decomp_us": -1, "max_lossless_async_wait_us": -1}  # fmt: skip
@@ -25,7 +28,9 @@ PASSING = {"lossy_target": 0.0, "lossless_target": 0.0, "decode_drop_target": 1.
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, and a round of it, with settings A, which passes but for its perplexity; and a copy of both."""
     folder = gate_models.write_model(tmp_path_factory.mktemp("round"), quality_texts=10, limits=PASSING)
-    assert quietly([str(word) for word in command(folder)])[0] == 0
+    with pytest.MonkeyPatch.context() as patch:
+        measure_in_process(patch)
+        assert quietly([str(word) for word in command(folder)])[0] == 0
     assert collect_cases(str(folder / "out")).has_passed
     shutil.copytree(folder, folder.with_name("first"))
     return folder

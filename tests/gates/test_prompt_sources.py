@@ -30,6 +30,8 @@ from kvmnn.gates.suite.workloads import build_prefix_workloads, read_sample_text
 from kvmnn.lm import DecoderSession, tokenizer
 from kvmnn.lm.documents import Document
 
+pytestmark = pytest.mark.usefixtures("without_workers")  # test_suite.py has rounds with worker processes
+
 
 def document(name: str, tokens: int) -> Document:
     ids = np.arange(1, tokens + 1) + 100 * len(name)

@@ -117,6 +117,7 @@ def test_suite_same_command_resumes_the_round(made: SimpleNamespace, run) -> Non
     assert document["cases"]["runtime_baseline"] == {"rounds": 1, "passed": 1, "reasons": {}}
 
 
+@pytest.mark.usefixtures("without_workers")
 @pytest.mark.slow
 def test_suite_rerun_or_other_settings_are_another_round(made: SimpleNamespace, tmp_path: Path, run) -> None:
     folder = gate_models.write_model(tmp_path)

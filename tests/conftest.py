@@ -1,5 +1,6 @@
 """What every test needs to run against the installed kvmnn, whatever the working directory."""
 
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -33,6 +34,13 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Start the slow tests first, so that no worker is left alone with a long one at the end."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Leave the 13,000 tests out of garbage collections: going through them takes a quarter of a second each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

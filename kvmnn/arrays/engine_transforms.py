@@ -9,9 +9,16 @@ from ..dtypes import PART_LETTERS, Part, parse_dtype
 from ..errors import OptionError
 from .array import Chunk, LazyArray, rechunk
 from .cast import CastStats
-from .llama_transforms import TRANSFORMS, Transform, has_lossy_inverse, invert_transforms, validate_transforms
+from .llama_transforms import (
+    ROTATIONS,
+    TRANSFORMS,
+    Transform,
+    has_lossy_inverse,
+    invert_transforms,
+    validate_transforms,
+)
 from .naming import parse_part
-from .source import Source
+from .source import LOSSY_KEY, Source, join_losses
 
 # K of architecture `llama` and some others is stored in pairs by llama.cpp (rope type NORM, weights permuted by its
 # converter), in MNN and transformers in halves. `pack`, `store put` and `to_cache` write for those and convert it to
@@ -67,7 +74,13 @@ def invert_source_transforms(source: Source, names: Sequence[str]) -> Source:
             tuple(name for name in group if name not in transforms) for group in (cache.altered, cache.perhaps_altered)
         )
         cache = replace(cache, altered=remaining_altered, perhaps_altered=remaining_perhaps)
-    return replace(source, arrays=arrays, inverted_transforms=transforms, engine_cache=cache)
+    metadata = source.metadata
+    if has_lossy_inverse(transforms):
+        rotations = [name for name in transforms if name in ROTATIONS]
+        metadata = metadata | {
+            LOSSY_KEY: join_losses(metadata.get(LOSSY_KEY, ""), f"rounded by undoing {' and '.join(rotations)}")
+        }
+    return replace(source, arrays=arrays, metadata=metadata, inverted_transforms=transforms, engine_cache=cache)
 
 
 def invert_applied_transforms(sources: Sequence[Source], names: Sequence[str]) -> list[Source]:

@@ -76,6 +76,8 @@ class Source:
         Transforms of llama.cpp that were inverted (`kvmnn.arrays.engine_transforms`); None if none were specified.
     doubt
         Why the arrays may differ from what the engine stored, if the caller forced the reading; else empty.
+    has_assumed_positions
+        Whether nothing records the positions of the tokens of packed files, which are taken as the first.
     inputs
         Inputs that were opened: paths, and ``"-"`` for standard input.
     opened_files
@@ -91,6 +93,7 @@ class Source:
     completeness: Completeness | None = None
     states: Sequence[OpaqueState] = ()
     doubt: str = ""
+    has_assumed_positions: bool = False
     token_major: bool = False
     axes: str | None = None
     lossy: bool = False
@@ -191,7 +194,9 @@ def merge_sources(sources: Sequence[Source]) -> Source:
             merged.notes.append(
                 f"what {' '.join(source.inputs)} says of its tokens is left out: several inputs are taken together"
             )
+        loss = join_losses(*(metadata.get(LOSSY_KEY, "") for metadata in (merged.metadata, source.metadata)))
         merged.metadata = strip_internal_metadata(source.metadata) | merged.metadata
+        merged.metadata |= {LOSSY_KEY: loss} if loss else {}
         skipped_arrays.extend(source.skipped_arrays)
         merged.notes.extend(source.notes)
         merged.token_major |= source.token_major

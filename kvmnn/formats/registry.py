@@ -17,10 +17,12 @@ from ..arrays.float8 import decode_array
 from ..arrays.layers import ModelHalf
 from ..arrays.naming import array_name_from_path, check_name
 from ..arrays.source import (
+    CAST_TEXT,
     FILE_KEY,
     LOSSY_KEY,
     PACKED_FILES_KEY,
     Source,
+    join_losses,
     list_losses,
     parse_cache_info,
     parse_completeness,
@@ -227,11 +229,13 @@ def _override(options: _Options, **values: Any) -> _Options:
 
 
 def _note_loss(source: Source) -> None:
-    """Add a note about arrays that a lossy codec has rounded, wherever the input records it."""
-    loss = source.metadata.get(LOSSY_KEY) or (source.cache.loss if source.cache is not None else "")
+    """Record in the metadata, with a note, what K and V have lost, by any record of the input or by their type."""
+    loss = join_losses(source.metadata.get(LOSSY_KEY, ""), source.cache.loss if source.cache is not None else "")
+    source.notes += list_losses(loss)  # readers note themselves what they dequantise
+    if source.code_types:  # as of a cast, engines of these types compute with such K and V
+        loss = join_losses(loss, f"{CAST_TEXT}quantised to {' and '.join(source.code_types)}")
     if loss:
         source.metadata[LOSSY_KEY] = loss
-        source.notes += list_losses(loss)
 
 
 def _note_other_numbers(source: Source, options: ReadOptions) -> None:

@@ -193,6 +193,7 @@ def test_invert_rotation_precedes_k_order_and_rounds(here: Path, run) -> None:
         "mnn", "unpack", "q.session", "--kv-heads", 2, "--invert", "k-order,k-rotation,v-rotation", "-o", "q.npz"
     )
     assert "LOSSY (dequantised from q8_0, undone: k-rotation, v-rotation, k-order)" in undone.out
+    assert "; rounded by undoing k-rotation and v-rotation" in kvmnn.open("q.npz").metadata["kvmnn.lossy"]
     assert "Hadamard" not in undone.err
     hadamard = np.array([[(-1.0) ** (row & column).bit_count() for column in range(DIMS)] for row in range(DIMS)])
     with np.load("q.npz") as found:
@@ -202,7 +203,7 @@ def test_invert_rotation_precedes_k_order_and_rounds(here: Path, run) -> None:
             assert np.allclose(found[f"layer_{layer}.key"], expected, rtol=1e-5, atol=1e-4)
             assert np.allclose(found[f"layer_{layer}.value"], caches[0][0].values[layer] @ hadamard / 8, atol=1e-4)
     packed = run("mnn", "pack", "q.session", "--kv-heads", 2, "--backend", "x86-avx2", "--name", "s", "-o", "p/")
-    assert "dequantised from q8_0, undone: k-order" in packed.out and "LOSS" not in packed.out
+    assert "LOSSY (dequantised from q8_0, undone: k-order" in packed.out
     assert "(--invert k-rotation,v-rotation turns them back)" in flat(packed.err)
 
 

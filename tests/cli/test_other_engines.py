@@ -120,8 +120,9 @@ def test_store_put_and_get_session(here: Path, run) -> None:
 def test_dequantised_numbers_have_no_lossless_label(here: Path, run) -> None:
     said = run("mnn", "unpack", "q.session", "--kv-heads", 2, "-o", "q.npz")
     assert "dequantised from q8_0" in said.out
-    assert "LOSS" not in said.out
-    assert json.loads(run("mnn", "unpack", "q.session", "--kv-heads", 2, "-o", "q2.npz", "--json").out)["label"] is None
+    assert "LOSSY (dequantised from q8_0)" in said.out and "LOSSLESS" not in said.out
+    unpacked = json.loads(run("mnn", "unpack", "q.session", "--kv-heads", 2, "-o", "q2.npz", "--json").out)
+    assert unpacked["label"] == "LOSSY"
     run("mnn", "unpack", "q.session", "--kv-heads", 2, "--raw-blocks", "-o", "blocks.npz")
     with np.load("blocks.npz") as blocks:
         assert blocks["layer_0.key"].shape == (12, 2, 34)
@@ -504,3 +505,18 @@ def test_store_get_with_gguf_writes_a_packed_prefix(here: Path, run) -> None:
     Path("m2.gguf").write_bytes(llama_files.gguf("qwen2", **(fields | {"attention__head_count_kv": 4})))
     words = ("store", "put", "u/", "p/", "--token-ids", ids, "--model", "m2.gguf")
     assert "kv heads" in run(*words, code=2).err
+
+
+def test_pack_and_later_verbs_carry_loss_of_q8_0(here: Path, run) -> None:
+    loss = "rounded by a cast: quantised to q8_0"
+    packed = run("mnn", "pack", "q.session", "--kv-heads", 2, "--backend", "x86-avx2", "--name", "s", "-o", "s/").out
+    assert "LOSSY (dequantised from q8_0" in packed
+    assert json.loads(Path("s/s.kvmnn.json").read_text())["loss"] == loss
+    for verb in (
+        ("mnn", "repack", "s", "--target-backend", "arm64-fp32", "-o", "r"),
+        ("mnn", "unpack", "r", "-o", "a.npz"),
+        ("encode", "a.npz", "-o", "f/"),
+        ("decode", "f", "-o", "back/"),
+    ):
+        printed = run(*verb).out
+        assert "LOSSLESS copy of LOSSY K and V" in printed and f"LOSSY: {loss}" in printed

@@ -134,7 +134,8 @@ def test_engine_notes_of_other_axes_are_dropped(here: Path, run: Run, suffix: st
     run("mnn", "unpack", "whole.session", "--kv-heads", 2, "-o", f"a{suffix}")
     source = kvmnn.open(f"a{suffix}", axes="thd")
     assert source.engine_cache is None
-    (note,) = source.notes
+    note, loss = source.notes
+    assert loss == "LOSSY: rounded by a cast: quantised to q8_0"
     assert note == f"what a{suffix} says of its tokens is left out: --axes and --shape make other arrays of it"
     again = run("encode", f"a{suffix}", f"a{suffix}", "-o", "two/").err.replace("\n", " ")
     assert f"what a{suffix} says of its tokens is left out: several inputs are taken together" in again
@@ -148,8 +149,11 @@ def test_engine_notes_changed_arrays_are_detected(here: Path, run: Run) -> None:
     with zipfile.ZipFile("b.npz", "a") as archive:
         archive.comment = comment
     source = kvmnn.open("b.npz")
-    assert (source.engine_cache, source.metadata) == (None, {})
-    assert source.notes == ["the arrays are not those, or not all, of which the file says what engine they come from"]
+    assert (source.engine_cache, list(source.metadata)) == (None, ["kvmnn.lossy"])
+    assert source.notes == [
+        "the arrays are not those, or not all, of which the file says what engine they come from",
+        "LOSSY: rounded by a cast: quantised to q8_0",
+    ]
 
 
 def test_engine_notes_are_invisible_to_numpy(here: Path, run: Run) -> None:

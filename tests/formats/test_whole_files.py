@@ -41,7 +41,7 @@ def test_encode_part_of_session_keeps_arrays(session: Path) -> None:
     encode(session, "part/", read_options=ReadOptions(tensors=("layer_0.key",), packed=_with_heads()))
     assert [array.name for array in open_frames("part/").arrays] == ["layer_0.key"]
     restore("part/", "r/")
-    assert sorted(path.name for path in Path("r").iterdir()) == ["completeness.json", "layer_0.key.npy"]
+    assert sorted(path.name for path in Path("r").iterdir()) == ["completeness.json", "layer_0.key.npy", "loss.json"]
 
 
 def _with_heads() -> kvmnn.formats.PackedOptions:

@@ -411,6 +411,7 @@ def compact(
     ) as directory:
         layer_plans = _expand_plans(reader, plans, dialect)
         layers = tuple(apply_plan(layer, plan) for layer, plan in zip(info.layers, layer_plans, strict=True))
+        info = add_losses(info, reader.ignored_conflict)
         after = replace(info, kind="prefix", name=validate_prefix_name(name), layers=layers, next_position=None)
         if info.next_token_position > after.next_token_position and has_gaps(after):
             after = replace(after, next_position=info.next_token_position)

@@ -103,11 +103,14 @@ class PackedCacheReader:
             opened_files=self.files.opened_files,
             completeness=self.completeness,
             doubt=self.ignored_conflict or self.omitted_rows_text,
+            has_assumed_positions=self.files.sidecar_document is None,
         )
         if layout.is_quantized:  # no way back to these files, whose description is of no use then
             source.lossy = True
             source.metadata[LOSSY_KEY] = join_losses(*layout.unrecoverable_parts)
             return source
+        if self.ignored_conflict:
+            source.metadata[LOSSY_KEY] = self.ignored_conflict
         source.cache, source.states = self.info, list_opaque_states(self.files)
         source.metadata[cache_info.METADATA_KEY] = cache_info.dump_cache_info(self.info)
         if include_unused and self.files.is_whole_prefix:

@@ -28,7 +28,7 @@ from ...dense import RopeConfig
 from ...dense.rope import RopeFrequencies
 from ...dtypes import Bytes, Part, Positions
 from ...errors import KvmnnError, OptionError, SourceError
-from ...packed.cache_info import CacheInfo, LayerInfo, TokenIdsFingerprint
+from ...packed.cache_info import CACHE_SIDECAR_SUFFIX, CacheInfo, LayerInfo, TokenIdsFingerprint
 from ...packed.inference import PackedGeometry, make_geometry
 from ...packed.layout import HeadRowAccessor, PackLayout, get_head_bytes, get_row_bytes
 from ...packed.params import FLASH_BLOCK
@@ -329,6 +329,8 @@ def _rerotate_arrays(
 ) -> tuple[list[LayerArray], RerotationPlan]:
     """Return the arrays with K rotated to the first positions, and the plan."""
     label = " ".join(source.inputs)
+    if source.has_assumed_positions:
+        raise _make_positions_error(source, f"{info.name}{CACHE_SIDECAR_SUFFIX} next to the files")
     _check_rotatable(source, label)
     if info.layout.dtype == "fp32":  # rotated K is then rounded to fp32, not to the type of the arrays
         arrays = [replace(entry, array=upcast(entry.array)) for entry in arrays]
@@ -370,13 +372,17 @@ def _add_source_positions(source: Source, info: CacheInfo, notes: list[str], *, 
         return positioned_info
     require_complete(source.completeness, " ".join(source.inputs), "a prefix cache")  # which has no positions either
     if rerotate:
-        raise OptionError(
-            f"{format_input_prefix(source)}nothing gives the positions of the tokens in the text, from which K is to "
-            f"be rotated ({POSITIONS_NAME} next to the arrays does)"
-        )
+        raise _make_positions_error(source, f"{POSITIONS_NAME} next to the arrays")
     tokens_text = format_range(sorted({layer.tokens for layer in info.layers}))
     notes.append(f"nothing says which tokens of the text the arrays hold: noted as the first {tokens_text}")
     return info
+
+
+def _make_positions_error(source: Source, origin_text: str) -> OptionError:
+    return OptionError(
+        f"{format_input_prefix(source)}nothing gives the positions of the tokens in the text, from which K is to "
+        f"be rotated ({origin_text} does)"
+    )
 
 
 def _refuse_windows(source: Source) -> None:
@@ -512,6 +518,7 @@ def repack(
     ((_, layout),) = target_geometry.list_candidates()
     name = resolve_prefix_name(name, source.cache)
     info = build_prefix_info(arrays, layout, name, capacity=capacity, reference_info=source.cache)
+    info = replace(info, loss=source.metadata.get(LOSSY_KEY, info.loss))
     _check_loadable(source, info)
     notes, rotation_result = [*source.notes, *_list_zero_row_notes(arrays)], None
     if rerotate:

@@ -122,6 +122,8 @@ def test_commands_ignoring_contradictions_read_remaining_rows(prefix, run):
         "LOSSY (read as specified, although its layers differ in size" in unpacked.out
         and "LOSSLESS" not in unpacked.out
     )
+    again = run("encode", "x.npz", "-o", "again/").out
+    assert "LOSSLESS copy of LOSSY K and V" in again and "LOSSY: its layers differ in size" in again
     encoded = run("encode", prefix, *options[:-3], "b/", "--ignore", "contradictions").out
     assert "LOSSY" in encoded and "LOSSLESS" not in encoded and "files were cut" in encoded
     DAMAGE["zero_k"][0](prefix)

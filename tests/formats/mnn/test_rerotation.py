@@ -157,10 +157,11 @@ def test_rerotate_second_time_changes_nothing(cache: Cache, run) -> None:
 def test_rerotate_without_record_does_not_claim_positions(cache: Cache, run) -> None:
     run("mnn", "compact", *cache.arguments, "--reserve", RESERVE, "-o", "c")
     Path("c/sys.kvmnn.json").unlink()
-    geometry = [*cache.arguments[1:], "--valid-tokens", len(KEPT), "--target-backend", "x86-avx2", "-o", "r"]
-    printed = run("mnn", "repack", "c", *geometry, "--rerotate", "--rope", ROPE).out
-    assert "nothing says that its tokens are at other positions" in printed and "sys.kvmnn.json" not in printed
-    assert "NAME.kvmnn.json or positions.json does" in printed and "positions already" not in printed
+    geometry = [*cache.arguments[1:], "--valid-tokens", len(KEPT), "--target-backend", "x86-avx2"]
+    for verb, options in (("repack", geometry), ("pack", [*cache.arguments[1:], "--valid-tokens", len(KEPT)])):
+        error = run("mnn", verb, "c", *options, "-o", "r", "--rerotate", "--rope", ROPE, code=2).err
+        assert "c: nothing gives the positions of the tokens in the text, from which K is to be rotated" in error
+        assert "(sys.kvmnn.json next to the files does)" in error and not Path("r").exists()
 
 
 def test_rerotate_twice_compacted_cache_from_current_positions(cache: Cache, run) -> None:

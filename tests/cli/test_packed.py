@@ -47,6 +47,7 @@ def test_inspect_packed_cache_shows_geometry_and_sizes(prefix, run):
 def test_inspect_packed_without_geometry_lists_candidates(prefix, run):
     said = run("inspect", "p").out
     assert "not known: the files do not say kv_heads (--kv-heads) and head_dim (--head-dim)" in said
+    assert "not checked: whether all rows were written" in said
     said = run("inspect", "p", "--kv-heads", 2, "--head-dim", 6).out
     assert "may be: arm32-fp16: 2 kv heads x 6 dims, fp16" in said
     assert said.count("arm32-fp16") == 1

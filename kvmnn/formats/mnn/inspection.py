@@ -170,6 +170,7 @@ class UnresolvedCacheInfo(Record):
 
     def __str__(self) -> str:
         lines = [*_format_heading(self.files, self.damage), f"  not known: {self.reason}"]
+        lines += [] if self.damage else ["  not checked: whether all rows were written, as no layout is certain"]
         lines += [
             f"  may be: {match.backends}: {describe_layout(match.layout)}, capacity {max(match.capacities):,}"
             for match in self.possible_matches

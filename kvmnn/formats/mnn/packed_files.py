@@ -349,7 +349,7 @@ def list_position_warnings(info: CacheInfo) -> list[str]:
     lines = []
     if len(token_counts) > 1:
         lines += [f"layers hold {format_range(token_counts)} tokens, and MNN reads the same number of rows"]
-        lines += ["of every layer."]
+        lines += ["of every layer: what it generates is wrong."]
     elif has_gaps(info):  # of layers that differ in number no position suits all
         last_position = max(sum(run) for layer in info.layers for run in layer.positions) - 1
         lines += [

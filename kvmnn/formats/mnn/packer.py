@@ -386,13 +386,23 @@ def _make_positions_error(source: Source, origin_text: str) -> OptionError:
 
 
 def _refuse_windows(source: Source) -> None:
-    """Raise `IncompleteCacheError` for layers with a window that no longer contain the first tokens."""
+    """Raise `IncompleteCacheError` for layers with a window that contain fewer tokens than others."""
     completeness = source.completeness
-    slid_windows = find_window_layers(completeness, read_positions_by_layer(source)) if completeness else {}
-    if slid_windows:
+    if completeness is None:
+        return
+    position_map = read_positions_by_layer(source)
+    slid_windows = find_window_layers(completeness, position_map)
+    text = describe_windows(completeness, slid_windows) if slid_windows else ""
+    sizes = {layer: positions.shape[-1] for layer, positions in position_map.items()}
+    window_sizes = [
+        sizes[state.layer] for state in completeness.layers if state.kind == "window" and state.layer in sizes
+    ]
+    if not text and window_sizes and min(window_sizes) < max(sizes.values()):  # MLX also keeps first tokens in windows
+        text = f"layers with a window contain {min(window_sizes)} of {max(sizes.values())} tokens"
+    if text:
         raise IncompleteCacheError(
             f"{format_input_prefix(source)}cannot make a prefix cache, in which MNN has every token of every layer: "
-            f"{describe_windows(completeness, slid_windows)}"
+            f"{text}"
         )
 
 

@@ -147,6 +147,9 @@ def test_mlx_layers_with_and_without_window(tmp_path: Path, run) -> None:
     assert not cache.is_contiguous_prefix
     assert cache.to_dict()["layer_positions"] == [[[0, 13]], [[0, 2], [7, 6]], [[0, 13]]]
     assert "13 tokens, float16, of which layers hold 8 to 13" in run("inspect", path).out
+    pack = ("mnn", "pack", path, "--backend", "arm64-fp16", "--name", "s", "--capacity", 64, "-o", tmp_path / "p")
+    assert "layers with a window contain 8 of 13 tokens" in run(*pack, code=1).err
+    assert not (tmp_path / "p").exists()
     run("encode", path, "-o", tmp_path / "x.zarr")
     again = kvmnn.open(tmp_path / "x.zarr").engine_cache
     assert again is not None

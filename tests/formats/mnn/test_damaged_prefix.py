@@ -306,7 +306,8 @@ def test_pack_layers_of_unequal_size_are_refused(prefix, run):
     assert "its layers have 60 to 80 tokens, expected the same number in all; --capacity 80 writes" in error
     assert not os.path.exists("un")
     printed = run(*pack, "--capacity", 80).out
-    assert "MNN reads the same number of rows" in printed and "continues at" not in printed
+    assert "same number of rows\n    of every layer: what it generates is wrong" in printed
+    assert "continues at" not in printed
     assert "would not load" not in run("inspect", "un").out
 
 

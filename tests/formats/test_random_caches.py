@@ -14,6 +14,7 @@ from odd_caches import ENGINES, Odd
 import kvmnn
 from kvmnn.arrays import Source
 from kvmnn.arrays.engine_metadata import build_engine_document
+from kvmnn.arrays.source import list_losses
 from kvmnn.bundle import EncodeOptions, encode_source, open_frames
 from kvmnn.formats import restore, restore_file
 from kvmnn.formats.zarr import encode_store, restore_store
@@ -79,4 +80,4 @@ def test_engine_cache_info_is_kept_in_frames_and_stores(tmp_path: Path, engine: 
         found = kvmnn.open(place)
         assert found.engine_cache is not None, place
         assert build_engine_document(found.engine_cache) == said, place
-        assert found.notes == []
+        assert found.notes == list_losses(source.metadata)

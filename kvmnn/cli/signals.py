@@ -84,9 +84,11 @@ def _raise_again(signal_number: int) -> None:
 
 
 def _must_delay(frame: FrameType | None) -> bool:
-    """Return whether a compiled module is being loaded below this frame, or an exception in it would be lost."""
+    """Return whether a module is loaded or files are moved into place below this frame, or it loses exceptions."""
     while frame is not None:
         code = frame.f_code
+        if code.co_name == "_publish_files" and frame.f_globals.get("__name__") == "kvmnn.files.atomic":
+            return True
         if code.co_name == "cb" and code.co_filename == "<frozen importlib._bootstrap>":  # of a weak reference
             return True
         if code.co_name in ("create_module", "exec_module") and isinstance(

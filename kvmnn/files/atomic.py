@@ -349,6 +349,12 @@ class DirectoryOutput(_StagedOutput):
                 _sync(self.target.parent, None)
             return
         self._close_and_sync()
+        self._publish_files()
+        if self._durable:
+            _sync(self.target, None)
+
+    def _publish_files(self) -> None:
+        """Move the files into place; `kvmnn.cli.signals` delays signals meanwhile, which would leave a mixture."""
         for name in (*self._indexes, *self._replaced_names) if self.force else ():
             with wrap_os_errors(self.target / name):
                 (self.target / name).unlink(missing_ok=True)
@@ -356,8 +362,6 @@ class DirectoryOutput(_StagedOutput):
             with wrap_os_errors(file.target):
                 file.target.parent.mkdir(parents=True, exist_ok=True)
             self._move_into_place(file.path, file.target)
-        if self._durable:
-            _sync(self.target, None)
 
     def _move_folder(self) -> None:
         if not self._is_replacing:

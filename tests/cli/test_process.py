@@ -180,6 +180,28 @@ def test_signal_while_loading_compiled_module_is_deferred(here, number, code):
     assert (done.returncode, done.stdout, done.stderr.count(b"\n")) == (code, b"loaded\n", 1)
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_signal_while_files_are_replaced_leaves_no_mixture(tmp_path, number, code):
+    """All files are those of one prefix; of a killed run the markers are gone, without which MNN loads none."""
+    for name, value in (("a", 1), ("b", 2)):
+        arrays = {
+            f"layer_{n}.{part}": np.full((2, 9, 16), value, np.float16) for n in (0, 1) for part in ("key", "value")
+        }
+        np.savez(tmp_path / f"{name}.npz", **arrays)
+    program = (
+        "import os, signal, sys\nfrom kvmnn.cli import main\nreplace, moved = os.replace, []\n"
+        "def stop(source, target):\n    moved.append(replace(source, target))\n"
+        f"    if len(moved) == 2: os.kill(os.getpid(), {int(number)})\n"
+        "words = ['kvmnn', 'mnn', 'pack', 'a.npz', '--backend', 'arm64-fp16', '--name', 'p', '-o', 'p', '-f']\n"
+        "sys.argv = words\nassert main(words[1:]) == 0\nos.replace, words[3] = stop, 'b.npz'\nsys.exit(main())"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, timeout=60, cwd=tmp_path)
+    assert done.returncode in ({code} if code < 0 else {code, 0}), done.stderr  # 0: nothing was left to end
+    contents = {path.read_bytes() for path in (tmp_path / "p").glob("p_?.k")}
+    markers = list((tmp_path / "p").glob("p_*_sync.?"))
+    assert (len(contents), len(markers)) == ((2, 0) if number == signal.SIGKILL else (1, 4))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("ignored", "code", "said"), [(False, 129, b"the terminal was closed"), (True, 0, b"")])
 def test_closed_terminal_is_exit_code_129_unless_ignored(here, ignored, code, said):

@@ -467,6 +467,7 @@ def _write_compacted_files(
     info = reader.info
     names = list_prefix_files(after)
     output_folder.check_names(names)
+    output_folder.replace_files(names[len(names) // 2 : -1])  # as `write_prefix` does
     check_leftover_layers(output_folder.target, after, names)
     for files, before, layer, plan in zip(reader.files.layers, info.layers, after.layers, plans, strict=True):
         key, value = (

@@ -259,6 +259,7 @@ def _write_prefix_files(
 ) -> CastStats:
     names = list_prefix_files(info)
     output.check_names(names)
+    output.replace_files(names[len(names) // 2 : -1])  # the markers: MNN loads no mixture if this is killed
     check_leftover_layers(output.target, info, names)
     dtype = require_common_geometry(arrays)[2] if info.is_uniform else arrays[0].array.dtype
     lock = threading.Lock()

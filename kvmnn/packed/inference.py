@@ -29,6 +29,9 @@ from .params import EXPAND_CHUNK, FLASH_BLOCK
 
 FlashBlock = int | Literal["none"]
 
+Int8Kind = Literal["keys", "both"]
+"""What the engine quantised with ``attention_mode`` 9 and 10."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PackedGeometry:
@@ -47,7 +50,7 @@ class PackedGeometry:
     #: Tokens in a block of V, or ``"none"`` without flash attention.
     flash_block: FlashBlock | None = None
     #: ``"keys"`` or ``"both"`` for an int8 cache (``attention_mode`` 9 or 10), which requires `backend`.
-    int8: Literal["keys", "both"] | None = None
+    int8: Int8Kind | None = None
 
     def __post_init__(self) -> None:
         for name in ("kv_heads", "head_dim", "lP", "hP", "flash_block"):
@@ -192,7 +195,16 @@ def infer_layout(
             f"{where}: K and V files of {sizes_of_layer[0]} and {sizes_of_layer[1]} bytes{file_text} fit none of the "
             f"{len(candidates)} layouts known for {heads} kv heads x {dims} dims"
         )
-    raise SourceError(f"{where}: {explain_mismatch(candidates[0][1], *sizes_of_layer, file_names)}")
+    hint = _format_int8_hint(geometry, sizes)
+    raise SourceError(f"{where}: {explain_mismatch(candidates[0][1], *sizes_of_layer, file_names)}{hint}")
+
+
+def _format_int8_hint(geometry: PackedGeometry, sizes: Sequence[tuple[int, int]]) -> str:
+    """Return that the sizes fit if the engine quantised K alone, or both: some models keep V in floats in mode 10."""
+    if not geometry.int8:
+        return ""
+    kind: Int8Kind = "keys" if geometry.int8 == "both" else "both"
+    return f"; the sizes fit int8={kind}" if find_matches(replace(geometry, int8=kind), sizes) else ""
 
 
 def format_candidates(matches: Sequence[LayoutMatch]) -> str:

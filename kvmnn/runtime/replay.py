@@ -16,6 +16,7 @@ from .._util.dataclass import dataclass
 from .._util.text import LOSSLESS, pluralize
 from .._util.validation import repr_short, validate_int
 from ..arrays.completeness import Completeness, describe_scope, format_missing
+from ..arrays.source import list_losses, qualify_label
 from ..dtypes import Floats, KVPair
 from ..errors import KvmnnError
 from ..files.schema import Record, json_key
@@ -43,6 +44,8 @@ class ReplayResult(Record):
         Time of the runtime's own work.
     completeness
         How much of the model's state was replayed; None if unknown.
+    loss
+        What K and V had lost before, in a sentence; empty if nothing is recorded.
     """
 
     behaviour: Behaviour
@@ -55,6 +58,7 @@ class ReplayResult(Record):
     metrics: RuntimeMetrics
     points: tuple[ReplayPoint, ...]
     completeness: Completeness | None = field(default=None, metadata={"omit": True})
+    loss: str = field(default="", metadata={"omit": True})
 
     def plot(self, directory: str | os.PathLike[str], overwrite: bool = False) -> list[Path]:
         """Draw memory, ratio, queue and latency over the steps, and return the files."""
@@ -73,7 +77,7 @@ class ReplayResult(Record):
             shown_points.append(self.points[-1])
         table += [str(point) for point in shown_points]
         table.append(_COLUMN_LEGEND)
-        verdict_lines = [self._format_verdict(), *format_missing(self.completeness)]
+        verdict_lines = [self._format_verdict(), *list_losses(self.loss), *format_missing(self.completeness)]
         return [head, *table, *self.metrics.format_lines(), *verdict_lines]
 
     @property
@@ -110,9 +114,8 @@ class ReplayResult(Record):
         if self.compared_calls < self.num_calls:
             return equal_text
         scope = describe_scope(2 * self.layers) if format_missing(self.completeness) else ""
-        return (
-            f"{LOSSLESS}{scope}: {pluralize(self.num_calls, 'call')} compared, every byte that attention reads is right"
-        )
+        label = qualify_label(LOSSLESS, list_losses(self.loss))
+        return f"{label}{scope}: {pluralize(self.num_calls, 'call')} compared, every byte that attention reads is right"
 
 
 _COLUMN_LEGEND = (
@@ -207,6 +210,7 @@ def replay_trace(
             metrics=runner.runtime.collect_metrics(),
             points=tuple(points),
             completeness=trace.completeness,
+            loss=trace.loss,
         )
 
 

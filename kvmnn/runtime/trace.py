@@ -10,7 +10,7 @@ import numpy as np
 from .._util.dataclass import dataclass
 from ..arrays.completeness import Completeness
 from ..arrays.layers import collect_layers, format_input_prefix, require_common_geometry
-from ..arrays.source import Source
+from ..arrays.source import LOSSY_KEY, Source
 from ..dtypes import Elements, Floats, KVPair, parse_dtype
 from ..errors import KvmnnError, SourceError
 
@@ -27,11 +27,14 @@ class KVTrace:
         ``"fp16"``, ``"bf16"`` or ``"fp32"``.
     completeness
         How much of the model's state the layers are; None if unknown.
+    loss
+        What K and V had lost before, in a sentence; empty if nothing is recorded.
     """
 
     layers: tuple[KVPair, ...]
     dtype: str
     completeness: Completeness | None = None
+    loss: str = ""
 
     def __post_init__(self) -> None:
         shapes = {part.shape for layer in self.layers for part in layer}
@@ -79,7 +82,7 @@ def read_trace(source: Source) -> KVTrace:
 
     layers = tuple((read_rows(index), read_rows(index + 1)) for index in range(0, len(arrays), 2))
     with _prefix_errors(source):
-        return KVTrace(layers, dtype, source.completeness)
+        return KVTrace(layers, dtype, source.completeness, source.metadata.get(LOSSY_KEY, ""))
 
 
 @contextmanager

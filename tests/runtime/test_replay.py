@@ -6,10 +6,12 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
+from mlx_files import safetensors
 from repository import FIXTURES
 
 from kvmnn import KvmnnError
@@ -105,6 +107,21 @@ def test_replay_of_a_part_of_a_cache_says_what_is_missing(cache: Path, tmp_path:
     (tmp_path / "replay.json").write_text(json.dumps(document))
     run("report", tmp_path / "replay.json", "-o", tmp_path / "r.md")
     assert "incomplete: layer 2 is missing before layer 3" in (tmp_path / "r.md").read_text()
+
+
+def test_replay_of_lossy_keys_and_values_is_a_copy_of_these(cache: Path, tmp_path: Path, run: Any) -> None:
+    arrays = np.load(cache)
+    tensors = {part: ("F16", list(arrays[part].shape), arrays[part].tobytes()) for part in arrays}
+    metadata = {"kvmnn.lossy": "quantised to q8_0"}
+    (tmp_path / "cast.safetensors").write_bytes(safetensors(Random(0), tensors, metadata))
+    (tmp_path / "config.json").write_text(json.dumps(KEYS))
+    words = ("mnn", "replay", tmp_path / "cast.safetensors", "--engine-config", tmp_path / "config.json")
+    lines = run(*words, "--compare", "all").out.splitlines()
+    assert lines[-2].startswith("LOSSLESS copy of LOSSY K and V: 324 calls compared")
+    assert lines[-1] == "LOSSY: quantised to q8_0"
+    document = json.loads(run(*words, "--json").out)
+    assert document["loss"] == "quantised to q8_0"
+    assert ReplayResult.from_dict(document, complete=True).loss == "quantised to q8_0"
 
 
 def test_replay_stores_all_cold_tokens(history: KVTrace) -> None:

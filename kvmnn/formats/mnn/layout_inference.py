@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import PurePath
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from ...packed.backends import BACKENDS
 from ...packed.inference import (
     CLEAR_CONTRAST_RATIO,
     Clarity,
+    Int8Kind,
     LayoutCandidate,
     LayoutEvidence,
     LayoutMatch,
@@ -50,7 +51,7 @@ from ...packed.layout import PackLayout
 from ...packed.params import EXPAND_CHUNK, FLASH_BLOCK
 from .packed_files import PackedFiles
 
-_INT8_KINDS: Final[tuple[Literal["keys", "both"], ...]] = ("keys", "both")
+_INT8_KINDS: Final[tuple[Int8Kind, ...]] = ("keys", "both")
 _ATTENTION_MODE_BY_INT8_KIND: Final = {"keys": 9, "both": 10}
 _MAX_MEASURED_ROWS: Final = 512
 _MAX_KEY_SCALE: Final = 1e4  # of int8 K: its range over 255
@@ -90,13 +91,22 @@ def find_int8_matches(
 
 def describe_int8(match: LayoutMatch) -> str:
     """Return what was inferred, as a note."""
-    int8_kind = "both" if match.layout.int8_values else "keys"
-    parts_text = "K and V" if int8_kind == "both" else "K"
+    parts_text = "K and V" if match.layout.int8_values else "K"
     return (
-        f"int8 {parts_text} inferred (--backend int8={int8_kind}, attention_mode "
-        f"{_ATTENTION_MODE_BY_INT8_KIND[int8_kind]}): no layout of floats fits the sizes, and scales are where those "
-        f"of {describe_layout(match.layout)} are"
+        f"int8 {parts_text} inferred ({_format_int8_options(match)}, attention_mode "
+        f"{_ATTENTION_MODE_BY_INT8_KIND[_get_int8_kind(match)]}): no layout of floats fits the sizes, and scales are "
+        f"where those of {describe_layout(match.layout)} are"
     )
+
+
+def _get_int8_kind(match: LayoutMatch) -> Int8Kind:
+    return "both" if match.layout.int8_values else "keys"
+
+
+def _format_int8_options(match: LayoutMatch) -> str:
+    """Return the options of an int8 layout; the backend is one of them, as ``int8=`` is refused without it."""
+    heads = PackedGeometry(kv_heads=match.layout.kv_heads, head_dim=match.layout.head_dim)
+    return format_layout_options(match, heads, int8=_get_int8_kind(match))
 
 
 def _measure_match(files: PackedFiles, match: LayoutMatch) -> float:
@@ -313,9 +323,7 @@ def _infer_int8(files: PackedFiles, geometry: PackedGeometry) -> LayoutChoice | 
         return None
     if len(matches) == 1:
         return LayoutChoice(matches[0], (describe_int8(matches[0]),))
-    choices = [
-        format_layout_options(match, geometry, int8="both" if match.layout.int8_values else "keys") for match in matches
-    ]
+    choices = [_format_int8_options(match) for match in matches]
     raise AmbiguousLayoutError(
         f"{files.path}: no layout of floats fits the sizes of the files, {len(matches)} of int8 do, say which "
         "(--backend, int8=keys or int8=both of it)",

@@ -514,9 +514,9 @@ def repack(
     KvmnnError
         As `pack`.
     """
+    require_complete(_ignore_eviction(source), " ".join(source.inputs), "a prefix cache")
     if source.cache is None:
         raise OptionError(f"{' '.join(source.inputs)}: is not a packed cache: use pack for plain arrays")
-    require_complete(_ignore_eviction(source), " ".join(source.inputs), "a prefix cache")
     if not source.cache.is_uniform:
         raise OptionError(
             f"{' '.join(source.inputs)}: heads differ by layer, which is not packed for another processor"

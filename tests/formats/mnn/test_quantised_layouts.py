@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -37,7 +38,8 @@ def test_unpack_int8_keys_are_inferred(tmp_path, run, backend):
     write_live(tmp_path / "p", backend, "keys", 90)
     order = ("--layer-order", ",".join(ADDRESSES), "--valid-tokens", 90)
     said = run("mnn", "unpack", tmp_path / "p", *HEADS, *order, "-o", tmp_path / "x.npz")
-    assert "int8 K inferred (--backend int8=keys, attention_mode 9)" in said.err and "LOSSY" in said.out
+    assert re.search(r"int8 K inferred \(--backend [\w-]+,int8=keys, attention_mode 9\)", said.err)
+    assert "LOSSY" in said.out
     with np.load(tmp_path / "x.npz") as arrays:
         expected = llm_kv.read_layers(90)
         np.testing.assert_allclose(arrays["layer_1.value"], expected[3], rtol=1e-3)
@@ -48,8 +50,21 @@ def test_unpack_int8_keys_are_inferred(tmp_path, run, backend):
 def test_unpack_int8_keys_and_values_are_inferred(tmp_path, run):
     write_live(tmp_path / "p", "x86-avx2", "both", 90)
     order = ("--layer-order", ",".join(ADDRESSES), "--valid-tokens", 90)
-    said = run("mnn", "unpack", tmp_path / "p", *HEADS, *order, "-o", tmp_path / "x.npz").err
-    assert "int8 K and V inferred (--backend int8=both, attention_mode 10)" in said and "lP8 4, hP8 8" in said
+    stderr = run("mnn", "unpack", tmp_path / "p", *HEADS, *order, "-o", tmp_path / "x.npz").err
+    options = "--backend x86-avx2,int8=both"
+    assert f"int8 K and V inferred ({options}, attention_mode 10)" in stderr and "lP8 4, hP8 8" in stderr
+    run("mnn", "unpack", tmp_path / "p", *HEADS, *order, *options.split(), "-o", tmp_path / "y.npz")  # as the note says
+    assert (tmp_path / "y.npz").read_bytes() == (tmp_path / "x.npz").read_bytes()
+
+
+@pytest.mark.parametrize(("written", "other"), [("keys", "both"), ("both", "keys")])
+def test_unpack_of_the_other_int8_kind_names_the_one_that_fits(tmp_path, run, written, other):
+    """Some models keep V in floats although attention_mode is 10."""
+    write_live(tmp_path / "p", "x86-avx2", written, 90)
+    options = (*HEADS, "--valid-tokens", 90, "--layer-order", ",".join(ADDRESSES), "-o", tmp_path / "x.npz")
+    stderr = run("mnn", "unpack", tmp_path / "p", *options, "--backend", f"x86-avx2,int8={other}", code=1).err
+    assert stderr.rstrip().endswith(f"; the sizes fit int8={written}")
+    run("mnn", "unpack", tmp_path / "p", *options, "--backend", f"x86-avx2,int8={written}")
 
 
 @pytest.mark.parametrize(("name", "row", "mode"), [("TQ3", 28, 11), ("TQ4", 36, 13)])
@@ -145,3 +160,10 @@ def test_unpack_wrong_head_dim_is_the_first_reason_named(engine_files, tmp_path,
     arguments = (engine_files / "mode_9", "--kv-heads", 2, "--head-dim", 128, "--valid-tokens", 40)
     said = run("mnn", "unpack", *arguments, "-o", tmp_path / "x.npz", code=1).err
     assert "kv heads, head_dim or backend are others (--kv-heads, --head-dim, --backend), or K is of TQ4 rows" in said
+
+
+def test_repack_of_int8_files_says_why_not(tmp_path, run):
+    write_live(tmp_path / "p", "x86-avx2", "both", 90)
+    options = (*HEADS, "--valid-tokens", 90, "--layer-order", ",".join(ADDRESSES), "--target-backend", "arm64-fp16")
+    stderr = run("mnn", "repack", tmp_path / "p", *options, "-o", tmp_path / "out", code=1).err
+    assert "K lacks a constant for each channel" in stderr and not (tmp_path / "out").exists()

@@ -172,6 +172,15 @@ def _get_executor() -> ThreadPoolExecutor:
         return _pool
 
 
+def stop_idle_threads() -> None:
+    """End the threads of `parallel_map`, which are idle between its calls; the next call starts its own."""
+    global _pool
+    with _lock:
+        pool, _pool = _pool, None
+    if pool is not None:
+        pool.shutdown()
+
+
 def _reset_pool() -> None:
     """Drop the pool in a forked child, which has no threads; it creates its own on demand."""
     global _pool, _lock

@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 EXIT_OK, EXIT_DATA, EXIT_USAGE, EXIT_MISSING_PACKAGE, EXIT_INTERNAL_ERROR, EXIT_READER_GONE = 0, 1, 2, 3, 70, 141
 """Exit codes; 141 is 128 and SIGPIPE's number. Those of other signals are in `signals`."""
 
-_COLLECTION_THRESHOLD = 10_000
-"""New containers before cycles are looked for; with Python's 700 it takes 6 % of a short command, for its imports."""
-
 TRACEBACK_VARIABLE = "KVMNN_TRACEBACK"
 """An environment variable: unless it is unset or 0, errors are printed with their traceback."""
 
@@ -39,8 +36,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     After an interrupt threads are in the midst of long calls, for which the end of Python would wait.
     """
     words = sys.argv[1:] if argv is None else list(argv)
-    if argv is None:
-        gc.set_threshold(_COLLECTION_THRESHOLD)
     arguments: Namespace | None = None
     try:
         streams.claim_standard_descriptors()
@@ -74,6 +69,8 @@ def _end_process(code: int) -> None:
     """
     helpers = sys.modules.get("kvmnn._util.parallel")
     if helpers is None or not helpers.any_alive():
+        if helpers is not None:
+            helpers.stop_idle_threads()
         if threading.active_count() > 1 or sys.getprofile() or sys.gettrace() or sys.flags.inspect:
             gc.freeze()  # or the end of Python would look for cycles among all modules
             return

@@ -10,7 +10,7 @@ import re
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import PurePath
 from typing import Any
 
@@ -81,17 +81,22 @@ def _parse_header_fields(head: bytes) -> tuple[dict[str, Any], int]:
             f"it has {nbytes:,} bytes, expected at most {min(_MAX_HEADER_TEXT_BYTES, len(head) - start):,}"
         )
     text = head[start : start + nbytes].decode("utf-8" if version == (3, 0) else "latin-1")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of odd literals
-        try:
-            fields = ast.literal_eval(text.strip())
-        except SyntaxError:
-            fields = ast.literal_eval(_PYTHON2_LONG_REGEX.sub(r"\1", text.strip()))  # Python 2 wrote shapes as (3L, 4L)
+    fields = _parse_literal(text.strip())
     if not isinstance(fields, dict) or fields.keys() != {"descr", "fortran_order", "shape"}:
         raise ValueError("expected the fields descr, fortran_order and shape")
     if not isinstance(fields["shape"], tuple) or not isinstance(fields["fortran_order"], bool):
         raise ValueError("expected a tuple as shape, and True or False as fortran_order")
     return fields, start + nbytes
+
+
+@lru_cache(maxsize=16)  # the arrays of a cache have equal headers
+def _parse_literal(text: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of odd literals
+        try:
+            return ast.literal_eval(text)
+        except SyntaxError:
+            return ast.literal_eval(_PYTHON2_LONG_REGEX.sub(r"\1", text))  # Python 2 wrote shapes as (3L, 4L)
 
 
 def read(file: MappedFile, options: ReadOptions) -> Source:

@@ -196,3 +196,14 @@ sys.exit(failed)
 def test_pool_forked_child_gets_its_own_pool() -> None:
     done = subprocess.run([sys.executable, "-P", "-c", FORK], check=False, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_stop_idle_threads_leaves_none_and_later_calls_start_their_own() -> None:
+    def list_threads() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("kvmnn_")]
+
+    assert parallel.parallel_map(abs, [-1, -2, -3], 2) == [1, 2, 3]
+    assert list_threads()
+    parallel.stop_idle_threads()
+    assert not list_threads()
+    assert parallel.parallel_map(abs, [-1, -2, -3], 2) == [1, 2, 3]

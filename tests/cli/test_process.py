@@ -172,6 +172,18 @@ def test_main_leaves_functions_at_exit_and_profilers_their_end(tmp_path, flags, 
     assert (done.returncode, done.stdout[:6], last in done.stdout) == (0, b"kvmnn ", True)
 
 
+def test_main_that_used_threads_ends_the_process_itself(tmp_path):
+    """Its idle threads are no reason to return, after which Python would take all modules apart."""
+    np.save(tmp_path / "x.npy", np.zeros(8, np.float16))
+    (tmp_path / "start.py").write_text(
+        "import sys, threading\nfrom kvmnn._util.parallel import parallel_map\nfrom kvmnn.cli import main\n"
+        "parallel_map(abs, range(8), 2)\nassert threading.active_count() > 1\n"
+        "sys.argv = ['kvmnn', 'inspect', 'x.npy']\nmain()\nopen('returned', 'w')"
+    )
+    done = subprocess.run([sys.executable, "start.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "x.npy" in done.stdout and not (tmp_path / "returned").exists(), done.stderr
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signal_while_loading_compiled_module_is_deferred(here, number, code):
     done = subprocess.run(

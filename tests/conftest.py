@@ -25,6 +25,9 @@ os.environ["PYTHONSAFEPATH"] = "1"
 settings.register_profile("kvmnn", deadline=None)
 settings.load_profile("kvmnn")
 
+# A command waits for the disk with every file; no power fails here, and no test could see that it did not wait.
+os.fsync = lambda descriptor: None
+
 # Shells start what runs in the background with SIGINT ignored, and children inherit that: none could be interrupted.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -41,6 +44,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave the 13,000 tests out of garbage collections: going through them takes a quarter of a second each time."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000)  # as kvmnn's own processes do
 
 
 @pytest.fixture
@@ -50,13 +54,12 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., SimpleNamespace]:
     The verb may be two words, such as "mnn pack". Documents of ``--json`` are compared with their schemas.
     """
     from json_documents import SCHEMAS, list_problems
-
-    from kvmnn.cli import main
+    from reader_sample import call_main
 
     def call(*argv: object, code: int = 0) -> SimpleNamespace:
         capsys.readouterr()
         words = [str(arg) for arg in argv]
-        found = main([*" ".join(words[:1]).split(), *words[1:]])
+        found = call_main([*" ".join(words[:1]).split(), *words[1:]])
         streams = capsys.readouterr()
         assert found == code, streams.err
         if "--json" in words and SCHEMAS.exists():
@@ -68,10 +71,11 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., SimpleNamespace]:
 
 @pytest.fixture
 def without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Evaluations of the command measure in this process, where its processes are not what is tested."""
-    from in_process import measure_in_process
+    """Evaluations and batches of the command run in this process, where its processes are not what is tested."""
+    from in_process import measure_in_process, run_jobs_in_process
 
     measure_in_process(monkeypatch)
+    run_jobs_in_process(monkeypatch)
 
 
 @pytest.fixture(scope="session")

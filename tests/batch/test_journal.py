@@ -27,12 +27,6 @@ def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Task]:
     return [Task(name) for name in "abc"]
 
 
-@pytest.fixture
-def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files are opened and closed thousands of times here, and no power fails meanwhile."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-
-
 def fill(tasks: list[Task], path: str = "kept") -> bytes:
     with TaskJournal(path, WORK) as kept:
         for task in tasks:
@@ -67,7 +61,6 @@ def test_journal_identifies_absolute_and_relative_paths(tasks: list[Task], tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_disk")
 def test_journal_torn_at_every_byte_keeps_complete_lines(tasks: list[Task]) -> None:
     """Lines before the cut stay, the torn line is dropped, and lines written later are read again."""
     data = fill(tasks)
@@ -84,7 +77,6 @@ def test_journal_torn_at_every_byte_keeps_complete_lines(tasks: list[Task]) -> N
     assert fill(tasks[:1]).startswith(data)
 
 
-@pytest.mark.usefixtures("quick_disk")
 def test_journal_changed_byte_is_refused(tasks: list[Task]) -> None:
     data = fill(tasks[:1])
     first = data.index(b"\n") + 1

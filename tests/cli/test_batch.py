@@ -1,4 +1,7 @@
-"""`--jobs`: each of many files is processed as the verb alone processes it."""
+"""`--jobs`: each of many files is processed as the verb alone processes it.
+
+In processes, but for what depends on none; tests/batch and test_batch_terminal.py have what becomes of processes.
+"""
 
 from __future__ import annotations
 
@@ -55,6 +58,7 @@ def timeless(value: Any) -> Any:
 VERBS = [verb for verb in BATCH_COMMANDS if verb != "compressor verify"]  # which takes weight files alone
 
 
+@pytest.mark.usefixtures("without_workers")
 @pytest.mark.slow
 def test_jobs_verify_weight_files_below_a_folder(tmp_path, capsys):
     sample = hostile_files.samples()["weights"]
@@ -118,6 +122,7 @@ def test_jobs_encode_mirrors_folders_in_output(here, capsys):
     assert (np.load("back.npy") == HALF).all()
 
 
+@pytest.mark.usefixtures("without_workers")
 @pytest.mark.slow
 def test_jobs_encode_keeps_a_folder_of_arrays_together(tmp_path, run, monkeypatch):
     """As the verb alone: single frames would not have the documents, nor show which of them were one cache."""
@@ -150,6 +155,7 @@ def test_jobs_encode_without_output_writes_next_to_inputs(here, capsys):
     assert main(["encode", "--jobs", "1", "in", "-f", "-q"]) == 0
 
 
+@pytest.mark.usefixtures("without_workers")
 @pytest.mark.slow
 def test_jobs_existing_output_is_one_failure(here, capsys):
     Path("out/b").mkdir(parents=True)
@@ -164,6 +170,7 @@ def test_jobs_existing_output_is_one_failure(here, capsys):
     assert not Path("out/b/layer_3.key.npy.frame").exists()
 
 
+@pytest.mark.usefixtures("without_workers")
 @pytest.mark.slow
 def test_jobs_several_folders_into_one_output_are_noted(here, capsys):
     Path("more").mkdir()
@@ -177,6 +184,7 @@ def test_jobs_several_folders_into_one_output_are_noted(here, capsys):
         assert "are written into" not in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("without_workers")
 @pytest.mark.slow
 def test_jobs_failed_files_leave_no_folders(here, capsys):
     Path("bad/x/y").mkdir(parents=True)
@@ -186,6 +194,7 @@ def test_jobs_failed_files_leave_no_folders(here, capsys):
     assert len(lines(capsys)) == 1
 
 
+@pytest.mark.usefixtures("without_workers")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("argv", "code", "message"),
@@ -228,6 +237,7 @@ def test_jobs_invalid_requests_are_refused_first(here, capsys, argv, code, messa
     assert hostile_files.contents(here) == before
 
 
+@pytest.mark.usefixtures("without_workers")
 def test_jobs_error_lines_name_the_file(here, capsys):
     np.savez("in/half.npz", **{"layer_0.key": HALF})
     assert main(["measure", "--jobs", "1", "in"]) == 1
@@ -239,6 +249,7 @@ def test_jobs_error_lines_name_the_file(here, capsys):
     assert capsys.readouterr().err == f"kvmnn: error: {error}\n"
 
 
+@pytest.mark.usefixtures("without_workers")
 def test_jobs_measure_dense_equals_the_verb_alone(here, capsys):
     assert main(["measure", "--jobs", "1", "in/a.npz", "--dense", "--rope", "dims=4"]) == 0
     (line,) = lines(capsys)
@@ -247,6 +258,7 @@ def test_jobs_measure_dense_equals_the_verb_alone(here, capsys):
     assert line["document"]["overall"]["dense_bytes"] > 0
 
 
+@pytest.mark.usefixtures("without_workers")
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", VERBS)
 def test_jobs_terminal_gets_lines_of_text(here, capsys, monkeypatch, verb):
@@ -299,6 +311,7 @@ def test_jobs_lines_qualify_sizes(tmp_path):
             assert note in said and said in format_task_line(line)
 
 
+@pytest.mark.usefixtures("without_workers")
 @pytest.mark.slow
 def test_jobs_resume_repeats_failed_and_changed_files(here, capsys):
     """Finished files are printed as before; failed and changed ones run again, with a note."""
@@ -331,6 +344,7 @@ def test_jobs_resume_repeats_failed_and_changed_files(here, capsys):
     assert expected in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("without_workers")
 @pytest.mark.slow
 def test_jobs_resume_notices_changed_positions(here, capsys):
     """positions.json is read with the array and is part of its frames."""
@@ -348,6 +362,7 @@ def test_jobs_resume_notices_changed_positions(here, capsys):
     assert len({manifest for _, manifest in found}) == 3
 
 
+@pytest.mark.usefixtures("without_workers")
 @pytest.mark.slow
 def test_jobs_resume_replaces_own_outputs_only(here, capsys):
     """Unchanged outputs of kvmnn are replaced when their input changes; changed ones need -f."""
@@ -379,6 +394,7 @@ def test_jobs_resume_replaces_own_outputs_only(here, capsys):
     assert not frame.read_bytes().endswith(b"x")
 
 
+@pytest.mark.usefixtures("without_workers")
 @pytest.mark.slow
 def test_jobs_damaged_torch_cache_is_a_failed_line(here, capsys):
     path = save(Path("in/b/c/cache.pt"), pairs(1))
@@ -397,6 +413,7 @@ def test_jobs_damaged_torch_cache_is_a_failed_line(here, capsys):
             assert not found[name]["ok"] and found[name]["error"].startswith(f"{name}: "), (verb, name)
 
 
+@pytest.mark.usefixtures("without_workers")
 @pytest.mark.slow
 def test_jobs_non_utf8_names(here, capsys):
     name = os.fsdecode(b"in/b/\xff\n\x1b.npz")
@@ -412,6 +429,7 @@ def test_jobs_non_utf8_names(here, capsys):
     assert "\\x1b" in said.err and "\x1b" not in said.err + said.out
 
 
+@pytest.mark.usefixtures("without_workers")
 @pytest.mark.slow
 def test_jobs_hostile_files_are_one_line_each(tmp_path, capsys, monkeypatch):
     """Every sample cut, flipped and complete: one line each, and an error where the verb alone has one."""

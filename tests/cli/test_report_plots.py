@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from lm_results import document
+from lm_results import document, results, row
 from repository import FIXTURES
 
 from kvmnn.cli.entry_point import main
@@ -27,10 +27,10 @@ def test_report_plots_equal_the_plots_of_eval(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     fixture, text = FIXTURES / "lm", FIXTURES / "lm" / "texts" / "calendar.py.txt"
     run("eval", fixture, "--text", text, "--max-tokens", 48, "--chunk", 8, "--policy", "streaming", "--budget", 16,
-        "--no-timing", "--plot", "one", "-o", "results.json")  # fmt: skip
-    said = run("report", "results.json", "-o", "other/")
+        "--no-timing", "--plot", "one", "--plot-format", "svg", "-o", "results.json")  # fmt: skip
+    said = run("report", "results.json", "-o", "other/", "--plot-format", "svg")
     names = sorted(path.name for path in Path("one").iterdir())
-    assert sorted(path.name for path in Path("other").iterdir()) == names and "keep_map.png" in names
+    assert sorted(path.name for path in Path("other").iterdir()) == names and "keep_map.svg" in names
     for name in names:
         assert Path("one", name).read_bytes() == Path("other", name).read_bytes(), name
     assert f"{len(names)} plot files in other" in said.out
@@ -42,12 +42,13 @@ def test_report_reads_printed_json(run, tmp_path, saved):
     path = tmp_path / "printed.json"
     path.write_text(json.dumps({"verb": "eval", **json.loads(saved.read_text())}, indent=2))
     assert read_results(path) == read_results(saved) == document()
-    found = json.loads(run("report", path, "-o", tmp_path / "p", "--plot-format", "pdf", "--no-titles", "--json").out)
+    found = json.loads(run("report", path, "-o", tmp_path / "p", "--plot-format", "svg", "--no-titles", "--json").out)
     assert [Path(name).name for name in found["files"]] == [
-        f"{name}.pdf" for name in plots.DRAW_FUNCTIONS if name not in ("improvement_summary", "kl_over_bytes")
+        f"{name}.svg" for name in plots.DRAW_FUNCTIONS if name not in ("improvement_summary", "kl_over_bytes")
     ]
     assert list(found["left_out"]) == ["improvement_summary", "kl_over_bytes"]
-    assert b"Perplexity over budget" not in b"".join(path.read_bytes() for path in (tmp_path / "p").iterdir())
+    drawn = b"".join(path.read_bytes() for path in (tmp_path / "p").iterdir())
+    assert b"Perplexity over budget" not in drawn and b"perplexity" in drawn
 
 
 @pytest.mark.slow
@@ -57,6 +58,18 @@ def test_report_existing_plots_need_force(run, tmp_path, saved):
     assert (tmp_path / "keep_map.svg").read_text() == "mine"
     run("report", saved, "-o", tmp_path, "-f", "--plot-format", "svg", "-q")
     assert "mine" not in (tmp_path / "keep_map.svg").read_text()
+
+
+def test_report_plot_format_pdf_is_drawn(run, tmp_path):
+    rows = [
+        row("full", "full", perplexity=8.0, nll=2.0),
+        row("streaming 4", "streaming", budget=4, perplexity=9.0, nll=2.2),
+    ]
+    (tmp_path / "r.json").write_text(results(rows).to_text("json"))
+    run("report", tmp_path / "r.json", "-o", f"{tmp_path}/p/", "--plot-format", "pdf")
+    drawn = sorted((tmp_path / "p").iterdir())
+    assert [path.name for path in drawn] == ["perplexity_over_budget.pdf", "strategy_comparison.pdf"]
+    assert all(path.read_bytes().startswith(b"%PDF") for path in drawn)
 
 
 def damaged(saved, where, value):

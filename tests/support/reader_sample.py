@@ -20,19 +20,20 @@ def _reuse_parser(commands: Sequence[str] = command_parser.COMMANDS) -> argparse
     return _build_parser(tuple(commands))
 
 
-def quietly(argv: list[str]) -> tuple[int, str]:
-    """Exit code and standard error of a verb in this process.
-
-    The parser of a verb is built once: thousands of damaged files meet the same command lines, and building it took a
-    fifth of their time.
-    """
-    out, err = io.TextIOWrapper(io.BytesIO()), io.StringIO()
-    with (
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-        mock.patch.object(command_parser, "build_parser", _reuse_parser),
-    ):
+def call_main(argv: list[str]) -> int:
+    """Exit code of a verb in this process, whose parser is built once: thousands of calls have the same verbs."""
+    with mock.patch.object(command_parser, "build_parser", _reuse_parser):
         code = main(argv)
+    if code == 2 or {*argv} & {*command_parser.HELP_OPTIONS}:
+        _build_parser.cache_clear()  # errors of usage and help narrow a parser to an action of its verb
+    return code
+
+
+def quietly(argv: list[str]) -> tuple[int, str]:
+    """Exit code and standard error of a verb in this process."""
+    out, err = io.TextIOWrapper(io.BytesIO()), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = call_main(argv)
     return code, err.getvalue()
 
 

@@ -17,7 +17,7 @@ TESTS = ROOT / "tests"
 _EMPTY_WORDS_TEXT = """
 found made said told asked held kept known given tried taken noted placed laid meant wanted gone
 one ones other others each mine rest here back whole much least most longest
-behind beside afar
+behind beside afar anew
 """
 EMPTY_WORDS = frozenset(_EMPTY_WORDS_TEXT.split())
 """Bare participles, pronouns and prepositions: none tells a reader what the value is."""
@@ -69,10 +69,8 @@ LIMIT_WORDS = re.compile(r"_?(MOST|LEAST|FEW|FEWEST|LONGEST|SMALLEST|LARGEST)(_|
 
 JSON_KEYS = frozenset(
     {
-        "kvmnn/formats/restorer.py: beside",
         "kvmnn/reports/records.py: kept",
         "kvmnn/store/results.py: asked",
-        "kvmnn/store/results.py: beside",
         "kvmnn/store/results.py: kept",
         "kvmnn/store/adapters.py: asked",
     }

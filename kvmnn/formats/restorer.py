@@ -45,7 +45,7 @@ class RestoreResult(Record):
     #: Elapsed time.
     seconds: float
     #: Names of the sidecar files written to a directory.
-    beside: tuple[str, ...] = field(default=(), metadata={"omit": True})
+    sidecars: tuple[str, ...] = field(default=(), metadata={"omit": True})
     #: One line for each thing about another engine's cache that the output has no place for.
     notes: tuple[str, ...] = ()
     #: Lines of `notes` about what K and V had lost before.
@@ -114,7 +114,7 @@ class RestoreResult(Record):
             metadata_text = pluralize(len(self.metadata_files), "metadata file")
             line = self._format_summary(f"a KV dump of {arrays_text} and {metadata_text}")
         else:
-            *first_texts, last_text = arrays_text, *self.beside
+            *first_texts, last_text = arrays_text, *self.sidecars
             line = self._format_summary(" and ".join(filter(None, [", ".join(first_texts), last_text])))
         renames_text = describe_renamed_files(zip((array.name for array in self.arrays), self.files, strict=False))
         lines = [*format_missing(self.completeness), *self.losses, *([renames_text] if renames_text else [])]
@@ -195,7 +195,7 @@ def restore_arrays(
         seconds=time.perf_counter() - start_time,
         unknown_properties=frames.unknown_properties,
         losses=frames.losses,
-        beside=sidecar_names if files else (),
+        sidecars=sidecar_names if files else (),
         notes=(
             *frames.losses,
             *list_lost_information(source, path),

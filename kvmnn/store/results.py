@@ -307,9 +307,9 @@ class StoreVerifyResult(Record):
     lost: int = 0
     #: One line for each recovery file of a directory that was missing or damaged and was written again; for each
     #: damaged session of a remote store; and for each Redis key of another type.
-    beside: tuple[str, ...] = ()
+    damaged_files: tuple[str, ...] = ()
     #: One line for an index, or settings, that were lost or damaged and rebuilt when the store was opened.
-    anew: tuple[str, ...] = ()
+    rebuilt_parts: tuple[str, ...] = ()
     #: Units whose K and V are not those that were computed: rounded before they were put, or by it.
     lossy_units: int = field(default=0, metadata={"omit": True})
 
@@ -332,10 +332,13 @@ class StoreVerifyResult(Record):
             lost_text = f", and {pluralize(self.lost, 'unit')} lost that went on from them" if self.lost else ""
             noun = "more unit" if self.units else "unit"
             lines += [f"{pluralize(len(self.damaged), noun)} damaged{lost_text}:", *self.damaged]
-        if self.beside:
-            lines += [f"{pluralize(len(self.beside), 'file')} next to the index damaged:", *self.beside]
-        if self.anew:
-            lines += [f"{pluralize(len(self.anew), 'part')} of the store lost, damaged or wrong:", *self.anew]
+        if self.damaged_files:
+            lines += [f"{pluralize(len(self.damaged_files), 'file')} next to the index damaged:", *self.damaged_files]
+        if self.rebuilt_parts:
+            lines += [
+                f"{pluralize(len(self.rebuilt_parts), 'part')} of the store lost, damaged or wrong:",
+                *self.rebuilt_parts,
+            ]
         return "\n".join(lines)
 
 

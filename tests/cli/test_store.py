@@ -288,7 +288,7 @@ def test_store_stat_ls_pin_rm_gc_export_import(here: Path, run) -> None:
     (space,) = Path("T/spaces").iterdir()
     space.write_bytes(b"?")
     document = json.loads(run("store", "verify", "T", "--json", code=1).out)
-    assert (document["damaged"], document["beside"]) == ([], [f"{space}: is lost or damaged: written again"])
+    assert (document["damaged"], document["damaged_files"]) == ([], [f"{space}: is lost or damaged: written again"])
     assert run("store", "rm", "S", "--token-ids", "long.json").out.startswith("removed 1 unit, ")
     assert run("store", "gc", "S", "--size-limit", "0").out.startswith("removed ")
     assert run("store", "ls", "S").out == "no texts\n"
@@ -586,7 +586,7 @@ def test_store_verify_rebuilt_index_is_exit_code_1(here: Path, run) -> None:
     run("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m")
     Path("S/index.sqlite").write_bytes(b"no database" * 99)
     made = run("store", "verify", "S", "--json", code=1)
-    assert len(json.loads(made.out)["anew"]) == 1
+    assert len(json.loads(made.out)["rebuilt_parts"]) == 1
     assert "1 unit, 50 tokens" in run("store", "verify", "S").out
     error = run("store", "stat", "redis://127.0.0.1:1/0?password=hunter2", code=1).err
     assert "password=***" in error and "hunter2" not in error

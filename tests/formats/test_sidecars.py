@@ -44,7 +44,7 @@ def test_sidecars_of_folder_round_trip(tmp_path: Path) -> None:
     frames = kvmnn.bundle.open_frames(tmp_path / "kv.frames")
     made = restore(frames, f"{tmp_path / 'back'}/")
     assert contents(tmp_path / "back") == contents(original)
-    assert made.beside == tuple(TEXTS) and made.to_dict()["beside"] == list(TEXTS)
+    assert made.sidecars == tuple(TEXTS) and made.to_dict()["sidecars"] == list(TEXTS)
     assert str(made).startswith(f"{tmp_path / 'back'}/: 2 arrays, positions.json and token_ids.json, ")
     again = kvmnn.open(tmp_path / "kv.frames")  # and what is made of the bundle
     encode_store(again, tmp_path / "kv.zarr")

@@ -311,15 +311,15 @@ def test_verify_rebuilds_index_that_differs_from_units(tmp_path: Path, change: s
     made(tmp_path / "s", *texts)
     with PrefixStore(tmp_path / "s") as store:
         store.park("chat", texts[0], layers_of(texts[0]), model=MODEL)
-        assert store.verify().anew == ()
+        assert store.verify().rebuilt_parts == ()
     changed(tmp_path / "s", change)
     with PrefixStore(tmp_path / "s") as store:
         found = store.verify()
-        assert (len(found.anew), found.units, found.damaged) == (1, 2, ())
+        assert (len(found.rebuilt_parts), found.units, found.damaged) == (1, 2, ())
         assert all(same(store.get(ids, model=MODEL).layers, ids, len(ids)) for ids in texts)
         assert store.sessions() == ["chat"]
     with PrefixStore(tmp_path / "s") as store:
-        assert store.verify().anew == ()
+        assert store.verify().rebuilt_parts == ()
 
 
 def test_open_other_directory_is_unchanged(tmp_path: Path) -> None:

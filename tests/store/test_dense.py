@@ -432,12 +432,12 @@ def test_dense_store_settings_are_rebuilt(tmp_path: Path, codec: str) -> None:
         with PrefixStore(tmp_path / "s", read_only=True) as store:
             assert (store.codec, store.match(ids, model=MODEL)) == (codec, 400)
             assert "store.json: " in store.notes[0] and "those that the index and units say" in store.notes[0]
-            assert store.verify().anew == store.notes, "as with writing, below"
+            assert store.verify().rebuilt_parts == store.notes, "as with writing, below"
         assert (path.read_bytes() if path.exists() else None) == damaged, "a reader changes nothing"
         with PrefixStore(tmp_path / "s") as store:
             assert store.codec == codec and same(store.get(ids, model=MODEL).layers, layers_of(ids), 400)
             assert "store.json: " in store.notes[0] and "is made again by what the index" in store.notes[0]
-            assert store.verify().anew == store.notes
+            assert store.verify().rebuilt_parts == store.notes
         assert path.read_bytes() == settings
 
 
@@ -460,7 +460,7 @@ def test_edited_settings_are_not_obeyed(tmp_path: Path, url: str, change: dict[s
     with PrefixStore(name) as store:
         assert (store.codec, store.policy) == ("dense", "lru")
         assert "was changed by other means than kvmnn, as its checksum shows" in store.notes[0]
-        assert same(store.get(ids, model=MODEL).layers, layers_of(ids), 400) and store.verify().anew
+        assert same(store.get(ids, model=MODEL).layers, layers_of(ids), 400) and store.verify().rebuilt_parts
     assert path.read_bytes() == settings
 
 
@@ -475,7 +475,7 @@ def test_settings_of_frames_are_not_obeyed_where_the_index_was_lost(tmp_path: Pa
     with PrefixStore(tmp_path / "s") as store:
         assert store.codec == "dense" and store.match(ids, model=MODEL) == 400
         assert "says that units are frames, and the units are dense streams" in store.notes[1]
-        assert store.verify().anew == store.notes
+        assert store.verify().rebuilt_parts == store.notes
 
 
 @pytest.mark.parametrize("url", ["directory", "file"])
@@ -505,7 +505,7 @@ def test_settings_of_another_store_are_not_obeyed(
             assert store.notes[0] in str(store.verify())
         assert path.read_bytes() == (others if read_only else settings)
     with PrefixStore(name) as store:
-        assert store.notes == () and store.verify().anew == ()
+        assert store.notes == () and store.verify().rebuilt_parts == ()
 
 
 @pytest.mark.parametrize("damaged", [None, b"{"])

@@ -123,7 +123,7 @@ def test_encrypted_store_supports_all_calls(url: str, tmp_path: Path) -> None:
         assert (stats.texts, stats.pinned, stats.sessions, store.models) == (2, 1, 1, (MODEL,))
         assert stats.is_encrypted and "\n  encrypted\n" in str(stats)
         verified = store.verify()
-        assert (verified.damaged, verified.beside, verified.anew, verified.lost) == ((), (), (), 0)
+        assert (verified.damaged, verified.damaged_files, verified.rebuilt_parts, verified.lost) == ((), (), (), 0)
         assert verified.bytes == stats.bytes
         store.export(IDS, tmp_path / "text", model=MODEL)
         store.forget("a chat")

@@ -99,7 +99,7 @@ def test_store_redis_key_of_other_type_is_ignored(new_url: Callable[[str], str],
             assert found.tokens == 0 or same(found.layers, ids, found.tokens)
         left = {name.removeprefix("kvmnn:") for name in names if client.exists(name)}
         assert set(store.gc().foreign) == {name for name in left if client.type(f"kvmnn:{name}") == b"list"}
-        named = store.verify().beside
+        named = store.verify().damaged_files
         assert len(named) == len(left & set(store.gc().foreign))
         assert all(
             any(line.startswith(f"kvmnn:{name} is of another type") for line in named) for name in store.gc().foreign

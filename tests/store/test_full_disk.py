@@ -105,7 +105,7 @@ with PrefixStore(folder, namespace="a", quota=3 << 20, key=load_key()) as store:
     assert (files(), store.stats().units) == (2, 2)
 (folder.parent / "fill").unlink()
 with PrefixStore(folder, namespace="a", quota=3 << 20, key=load_key()) as store:
-    assert (store.notes, store.verify().units, store.verify().anew) == ((), 2, ())
+    assert (store.notes, store.verify().units, store.verify().rebuilt_parts) == ((), 2, ())
     with store._backend.index.begin_reading() as cursor:
         assert cursor.has_row("SELECT 1 FROM pragma_journal_mode WHERE journal_mode = 'wal'")
 """

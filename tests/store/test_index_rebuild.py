@@ -156,15 +156,15 @@ def test_verify_repairs_recovery_files(folder: Path, damage: str, encryption: st
     broken = beside(folder)
     with PrefixStore(folder, read_only=True) as store:
         found = store.verify()
-        assert len(found.beside) == 6 and "6 files next to the index damaged:" in str(found)
-        assert all("is lost or damaged: kvmnn store verify writes it again" in line for line in found.beside)
+        assert len(found.damaged_files) == 6 and "6 files next to the index damaged:" in str(found)
+        assert all("is lost or damaged: kvmnn store verify writes it again" in line for line in found.damaged_files)
         assert beside(folder) == broken
     with PrefixStore(folder) as store:
         found = store.verify()
-        assert sorted(found.beside) == [f"{path}: is lost or damaged: written again" for path in sorted(good)]
+        assert sorted(found.damaged_files) == [f"{path}: is lost or damaged: written again" for path in sorted(good)]
         assert beside(folder).keys() == good.keys()
         assert encryption == "encrypted" or beside(folder) == good
-        assert store.verify().beside == ()
+        assert store.verify().damaged_files == ()
     (folder / "index.sqlite").unlink()
     with PrefixStore(folder) as store:
         assert (store.stats().pinned, store.sessions()) == (2, ["chat ä", "other"])

@@ -134,9 +134,9 @@ def test_remote_damaged_session_can_be_removed(url: str) -> None:
         store.park("chat", [1, 2], layers_of([1, 2]), model=MODEL)
         (name,) = store._backend.key_values.list_tree("sessions")
         store._backend.key_values.put_many({name: b"{"})
-        assert len(store.verify().beside) == 1
+        assert len(store.verify().damaged_files) == 1
         store.forget("chat")
-        assert (store.sessions(), store.verify().beside) == ([], ())
+        assert (store.sessions(), store.verify().damaged_files) == ([], ())
 
 
 def test_remote_full_server_reads_and_frees_space(server: Server, new_url: Callable[[str], str]) -> None:
@@ -440,7 +440,7 @@ def test_remote_damaged_settings_are_rebuilt_from_units(url: str, codec: str) ->
             values.put_many({SETTINGS_NAME: good[:-9]})
             with PrefixStore(url, read_only=read_only) as other:
                 assert (other.block_tokens, other.codec) == (7, codec)
-                assert "is made again" in other.notes[0] and len(other.verify().anew) == 1
+                assert "is made again" in other.notes[0] and len(other.verify().rebuilt_parts) == 1
                 assert same(other.get(ids, model=MODEL).layers, ids, 30)
         assert values.get_many([SETTINGS_NAME]) == [good]
         store.delete(ids, model=MODEL)

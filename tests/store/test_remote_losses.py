@@ -81,16 +81,16 @@ def test_remote_damaged_session_is_refused(url: str) -> None:
             values.put_many({f"sessions/{name}": json.dumps(each).encode()})
             with pytest.raises(SourceError, match="session 'one' is damaged: it does not match its checksum"):
                 store.resume("one")
-            (said,) = store.verify().beside
+            (said,) = store.verify().damaged_files
             assert "session 'one' is damaged" in said
         for wrong in (b"", b"\xff", b"[1]"):
             values.put_many({f"sessions/{name}": wrong})
-            (said,) = store.verify().beside
+            (said,) = store.verify().damaged_files
             assert "session 'one'" in said and store.verify().units == 1
         del document["checksum"]  # as kvmnn wrote them at first
         values.put_many({f"sessions/{name}": json.dumps(document).encode()})
         assert store.resume("one").prefix.tokens == 30
-        assert store.verify().beside == ()
+        assert store.verify().damaged_files == ()
 
 
 def test_remote_record_in_wrong_place_is_put_again(url: str) -> None:

@@ -373,7 +373,10 @@ def _run_get(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Command
 
 def _run_verify(store: PrefixStore, arguments: argparse.Namespace) -> tuple[CommandResult, int]:
     verify_result = store.verify()
-    return verify_result, 1 if verify_result.damaged or verify_result.beside or verify_result.anew else 0
+    return (
+        verify_result,
+        1 if verify_result.damaged or verify_result.damaged_files or verify_result.rebuilt_parts else 0,
+    )
 
 
 def _run_gc(store: PrefixStore, arguments: argparse.Namespace) -> tuple[CommandResult, int]:
@@ -886,7 +889,7 @@ def _explain_failure(action: str, result: Any) -> str:
     if action == "match":
         return "nothing of this text is stored"
     if action == "verify":
-        return "; ".join((*result.damaged, *result.beside, *result.anew))
+        return "; ".join((*result.damaged, *result.damaged_files, *result.rebuilt_parts))
     if action == "gc":
         return str(result.kept)
     return "; ".join(result.notes)

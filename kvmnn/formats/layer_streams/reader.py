@@ -302,7 +302,7 @@ def restore_layers(
         files=tuple(files),
         stored_bytes=streams.document.stored_bytes,
         seconds=time.perf_counter() - start,
-        beside=tuple(collect_folder_sidecars(source.metadata, streams.folder)) if files else (),
+        sidecars=tuple(collect_folder_sidecars(source.metadata, streams.folder)) if files else (),
         losses=losses,
         unknown_properties=describe_document(streams.document)[-1]
         if streams.document.is_lossy or streams.document.is_dequantized

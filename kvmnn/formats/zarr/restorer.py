@@ -95,7 +95,7 @@ def restore_store(
         stored_bytes=stats.stored_bytes,
         seconds=time.perf_counter() - start_time,
         unknown_properties="" if is_verified else "no sha256 in the store to check them against",
-        beside=tuple(collect_folder_sidecars(metadata, source.inputs[0])) if files else (),
+        sidecars=tuple(collect_folder_sidecars(metadata, source.inputs[0])) if files else (),
         losses=losses,
         notes=(
             *losses,

@@ -910,8 +910,8 @@ class DirectoryBackend:
             states=num_states,
             damaged=tuple(notes),
             lost=len(lost_units),
-            beside=recovery_notes,
-            anew=tuple(self.rebuilt_notes),
+            damaged_files=recovery_notes,
+            rebuilt_parts=tuple(self.rebuilt_notes),
             lossy_units=num_lossy,
         )
 

@@ -257,7 +257,7 @@ class RemoteBackend(RemoteBackendBase):
             damaged=tuple(notes),
             states=num_states,
             lost=len(lost_records),
-            beside=(
+            damaged_files=(
                 *self._list_damaged_sessions(),
                 # nothing in such a key is readable: without a note, a store that lost sequences by it would seem intact
                 *(
@@ -266,7 +266,7 @@ class RemoteBackend(RemoteBackendBase):
                     for name in self.key_values.list_foreign()
                 ),
             ),
-            anew=tuple(self.notes),
+            rebuilt_parts=tuple(self.notes),
             lossy_units=num_lossy,
         )
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _TABLE_WIDTH = 80
 _UNIT_HEADER_BYTES, _UNIT_TOKEN_BYTES, _UNIT_STREAM_BYTES = 64, 4, 24
-"""Bytes of a unit beside its streams: in all, of each token, of each stream."""
+"""Bytes of a unit without its streams: in all, of each token, of each stream."""
 
 
 class ModelShape(NamedTuple):

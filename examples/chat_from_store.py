@@ -34,11 +34,11 @@ def main(model, folder, name="chat", *options):
     llm, fingerprint = MNN.llm.create(os.path.join(model, "config.json")), compute_fingerprint(model, SETTINGS)
     llm.set_config(ENGINE | SETTINGS | {"sampler_type": "greedy", "prefix_cache_path": ready, "tmp_path": live})
     llm.load(), llm.generate_init()
-    engine, said, answers, stored = llm._c_obj, [], [], 0
+    engine, said, answers, stored, loss = llm._c_obj, [], [], 0, ""
     with PrefixStore(folder, max_bytes=4 << 30) as store:
         if name in store.sessions():
             session = store.resume(name)
-            said, stored = session.token_ids, session.prefix.tokens
+            said, stored, loss = session.token_ids, session.prefix.tokens, session.prefix.loss
         if stored:
             write_prefix(session.prefix, said, ready, where=folder, geometry=LAYOUT, name="p", model=model)
             set_prefix_file(llm, "p")
@@ -51,7 +51,8 @@ def main(model, folder, name="chat", *options):
             print(said[-8:] if options else "".join(map(llm.tokenizer_decode, answers[num_before:])), flush=True)
         tokens = engine.get_current_history()  # without a last token that ends the text
         cache = PackedOptions(geometry=LAYOUT, valid_tokens=(tokens,), model=model, pid=os.getpid())
-        print(store.park(name, said[:tokens], read_layer_caches(kvmnn.open(live, packed=cache)), model=fingerprint))
+        layers = read_layer_caches(kvmnn.open(live, packed=cache))
+        print(store.park(name, said[:tokens], layers, model=fingerprint, loss=loss))
 
 
 if __name__ == "__main__":

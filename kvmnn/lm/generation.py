@@ -113,6 +113,7 @@ class StoredPrefixes:
     def __init__(self, store: PrefixStore, model: str) -> None:
         self._store = store
         self._model = model
+        self._loss = ""
 
     @property
     def uses_attention(self) -> bool:
@@ -131,23 +132,26 @@ class StoredPrefixes:
         """
         runner.sums_attention = self.uses_attention and runner.session.has_attentions
         runner.reset()
+        self._loss = ""
         if len(ids) < 2:
             return StoredPrefix(tokens=0, requested_tokens=0)
         dtype = dtypes.infer_dtype(np.empty(0, runner.session.interface.dtype)).name
         prefix = self._store.get(ids[:-1], model=self._model, dtype=dtype)
         if prefix.tokens:
             runner.load_initial(prefix.layers)
+        self._loss = prefix.loss
         return prefix
 
     def put_text(self, runner: Runner, ids: Sequence[int]) -> PutResult:
-        """Store K and V of `ids`, all tokens that a runner has been fed.
+        """Store K and V of `ids`, all tokens that a runner has been fed since `begin_text`.
 
+        What the stored prefix had lost is passed on, as a unit that ends within a block is replaced by one of new rows.
         A store that cannot be written does not stop the text: `PutResult.notes` explains why nothing was stored.
         """
         layers = runner.cache.copy_layers()
         attention = None if runner.attention_sums is None else runner.attention_sums.compute_means()
         try:
-            return self._store.put(ids, layers, model=self._model, attention=attention)
+            return self._store.put(ids, layers, model=self._model, attention=attention, loss=self._loss)
         except KvmnnError as error:
             return PutResult(tokens=len(ids), known_tokens=0, notes=(str(error),))
 

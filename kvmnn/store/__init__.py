@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         MatchResult,
         PinResult,
         PutResult,
+        StoreCopyResult,
         StoredPrefix,
         StoreEntry,
         StoreExportResult,
@@ -36,7 +37,7 @@ else:
             "export": "read_exported",
             "read_path": "DamagedPrefixError",
             "results": (
-                "CleanupResult LayerwisePrefix MatchResult PinResult PutResult StoredPrefix StoreEntry "
+                "CleanupResult LayerwisePrefix MatchResult PinResult PutResult StoreCopyResult StoredPrefix StoreEntry "
                 "StoreExportResult StoreListing StoreSession StoreStats StoreUsage StoreVerifyResult"
             ),
             "store": "PrefixStore",
@@ -53,6 +54,7 @@ __all__ = [
     "PinResult",
     "PrefixStore",
     "PutResult",
+    "StoreCopyResult",
     "StoreEntry",
     "StoreExportResult",
     "StoreKey",

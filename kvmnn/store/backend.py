@@ -547,6 +547,9 @@ class StoreBackend(Protocol):
     def iter_texts(self) -> Iterator[StoredText]:
         """Yield the sequences of `list_entries` whose ids can be read."""
 
+    def iter_pinned(self) -> Iterator[StoredText]:
+        """Yield the pinned sequences of the own namespaces whose ids can be read."""
+
     def save_loss(self, namespace: Namespace, loss: str) -> None:
         """Store what K and V of a namespace had lost before they were put; replaces what was stored."""
 

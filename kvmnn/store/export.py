@@ -20,7 +20,7 @@ from ..dtypes import Bytes
 from ..errors import KvmnnError, OptionError, SourceError
 from ..files.atomic import FileOutput
 from ..files.mapped_file import MappedFile
-from ..files.schema import parse_document
+from ..files.schema import JsonReader, parse_document
 from ..frames import CodecOptions
 from ..frames.buffers import integrity_checksum
 from ..profiles.profile import Profile
@@ -170,23 +170,15 @@ def write_exported(
     return sum(map(len, sealed_pieces))
 
 
-def read_exported_label(path: str | os.PathLike[str], key: StoreKey | bytes | None = None) -> str | None:
-    """Return the label of an exported sequence; None if it had none.
-
-    Raises
-    ------
-    SourceError, OptionError
-        As `read_exported`; for a label that `PrefixStore.put` does not take.
-    """
-    file = _open_exported(path, make_cipher(key))
-    root = parse_document(_read_document(file)[0], file.label, _MAX_DOCUMENT_BYTES)
-    if "label" not in root.value:
+def _read_label(document: JsonReader, file_label: str) -> str | None:
+    """Return the label of an exported sequence; None if it had none. Refuse one that `PrefixStore.put` refuses."""
+    if "label" not in document.value:
         return None
-    label: str = root.get("label").read_str()
+    label: str = document.get("label").read_str()
     try:
         validate_session_name(label, "its label")
     except KvmnnError as error:
-        raise SourceError(f"{file.label}: {error}") from None
+        raise SourceError(f"{file_label}: {error}") from None
     return label
 
 
@@ -243,11 +235,19 @@ def read_codec_options(path: str | os.PathLike[str], key: StoreKey | bytes | Non
     return parse_codec_options(root.get(_CODEC_OPTIONS_KEY)) if _CODEC_OPTIONS_KEY in root.value else {}
 
 
-def check_import(path: str | os.PathLike[str], key: StoreKey | bytes | None = None, *, is_lossy_store: bool) -> None:
+def check_import(
+    path: str | os.PathLike[str] | ExportedSequence, key: StoreKey | bytes | None = None, *, is_lossy_store: bool
+) -> None:
     """Raise `OptionError` for a file of lossy units, unless the store is of such units: it would not say so."""
-    if not is_lossy_store and is_lossy(path, key):
+    if is_lossy_store:
+        return
+    if isinstance(path, ExportedSequence):
+        name, is_lossy_sequence = path.path, bool(path.lossy_streams)
+    else:
+        name, is_lossy_sequence = os.fspath(path), is_lossy(path, key)
+    if is_lossy_sequence:
         raise OptionError(
-            f"{os.fspath(path)}: is LOSSY, of transform streams: a store of other units would not say so: expected "
+            f"{name}: is LOSSY, of transform streams: a store of other units would not say so: expected "
             "one of codec transform (--codec transform:PROFILE)"
         )
 
@@ -268,6 +268,8 @@ class ExportedSequence(NamedTuple):
     is_rounded_again: bool
     #: What its K and V had lost before they were put; empty for nothing.
     loss: str
+    #: The label that it had; None for none.
+    label: str | None
 
     def is_rounded_once_more(self, result: PutResult, ready_units: ReadyUnits) -> bool:
         """Return whether what was stored of lossy units had been rounded before."""
@@ -324,7 +326,7 @@ def load_exported(
     *,
     profile: ProfileFinder | Profile | str | os.PathLike[str] | None = None,
 ) -> ExportedSequence:
-    """Read a file as `read_exported` does, with what `PrefixStore.import_file` needs of it."""
+    """Read a file as `read_exported` does, with what `PrefixStore.import_file` needs of it, its label too."""
     cipher = make_cipher(key)
     file = _open_exported(path, cipher)
     namespace, slices, tables_by_name = _read_slices(file, cipher)
@@ -354,6 +356,7 @@ def load_exported(
         {(unit.start, unit.start + unit.ids.size): unit.frames for unit in units},
         bool(units) and is_rounded_again,
         loss or (UNREADABLE_LOSS if is_rounded else ""),
+        _read_label(document, file.label),
     )
 
 

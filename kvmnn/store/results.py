@@ -210,6 +210,26 @@ class StoreExportResult(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StoreCopyResult(Record):
+    """Result of copying the sequences of a namespace into another store."""
+
+    #: Sequences that are stored there as a whole: those of `ls`, and others that have a label or a pin.
+    texts: int
+    #: How many of them have a label, and a pin.
+    labels: int
+    pins: int
+    #: Whether K and V are rounded, as in a store of transform streams.
+    is_lossy: bool = field(default=False, metadata={"omit": True})
+    #: What was not copied, and what K and V had lost before.
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        text_text = _pluralize(self.texts, "text", is_lossy=self.is_lossy)
+        line = f"{text_text} copied, {pluralize(self.labels, 'label')}, {pluralize(self.pins, 'pin')}"
+        return "\n  ".join([line, *self.notes])
+
+
+@dataclass(frozen=True, kw_only=True)
 class CleanupResult(Record):
     """Result of a deletion or a garbage collection."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 import threading
 import time
 from bisect import bisect
@@ -23,7 +24,7 @@ from ..arrays.layer_cache import LayerCache
 from ..arrays.opaque_state import OpaqueState
 from ..arrays.source import ROUNDED_TEXT, join_losses
 from ..dense import RopeConfig
-from ..errors import KvmnnError, MissingDependencyError, OptionError
+from ..errors import KvmnnError, MissingDependencyError, OptionError, OutputError
 from ..files.urls import URL_SCHEME_PATTERN, redact_url
 from ..frames import CodecOptions, Effort
 from ..profiles.search import ProfileFinder
@@ -53,6 +54,7 @@ from .namespace import (
     validate_tenant,
 )
 from .results import (
+    MIN_HANDLE_LETTERS,
     MIN_REFERENCE_LETTERS,
     CleanupResult,
     LayerwisePrefix,
@@ -60,6 +62,7 @@ from .results import (
     NamespaceStats,
     PinResult,
     PutResult,
+    StoreCopyResult,
     StoredPrefix,
     StoreEntry,
     StoreExportResult,
@@ -415,7 +418,7 @@ class PrefixStore:
             ``[layer, kv_head, token]``. Tokens that drew more lose less, at fewer bytes for the same loss of all.
         loss
             A sentence about what K and V have lost before, by a cast for example: what `get` returns of what this put
-            stores says LOSSY.
+            stores says LOSSY. Of K and V that continue what `get` returned it is `StoredPrefix.loss`.
 
         Returns
         -------
@@ -661,6 +664,7 @@ class PrefixStore:
         model: str,
         windows: Collection[int] = (),
         states: Sequence[OpaqueState] = (),
+        loss: str = "",
     ) -> PutResult:
         """Store a session under a name: its token ids until `forget`, its K and V as those of any sequence.
 
@@ -668,11 +672,11 @@ class PrefixStore:
         ----------
         name
             1 to 256 printable characters; replaces a session with the same name.
-        token_ids, layers, model, windows, states
+        token_ids, layers, model, windows, states, loss
             As for `put`, as well as errors. If a remote store does not answer, nothing is stored and `outage` is set.
         """
         validate_session_name(name)
-        put, namespace, ids = self._put(token_ids, layers, model, windows, states)
+        put, namespace, ids = self._put(token_ids, layers, model, windows, states, loss=loss)
         try:
             self._with_retry(lambda: self._backend.save_session(name, namespace, ids))
         except BackendUnavailableError as error:
@@ -964,22 +968,14 @@ class PrefixStore:
         OutputError
             As `put`.
         """
-        from .export import (
-            ROUNDED_AGAIN_LOSS,
-            ExportedSequence,
-            check_import,
-            load_exported,
-            read_exported_label,
-        )
+        from .export import ROUNDED_AGAIN_LOSS, ExportedSequence, check_import, load_exported
 
-        file = path.path if isinstance(path, ExportedSequence) else path
-        check_import(file, self._key, is_lossy_store=self.is_lossy)
+        check_import(path, self._key, is_lossy_store=self.is_lossy)
         exported = (
             path
             if isinstance(path, ExportedSequence)
             else load_exported(path, self._threads, self._key, profile=self._backend.profiles.with_folders_of(path))
         )
-        file_label = read_exported_label(file, self._key) if label is None else None
         ready_units = ReadyUnits(exported.lossy_streams)
         put, namespace, ids = self._put(
             exported.ids, exported.layers, exported.model, ready_units=ready_units, loss=exported.loss
@@ -989,7 +985,103 @@ class PrefixStore:
         put = exported.describe_import(put, ready_units)
         if exported.loss and put.stored_bytes:
             put = replace(put, notes=(*put.notes, f"{LOSSY}: {exported.loss}"))
-        return self._save_label(label or file_label, put, namespace, ids, keep_label=label is None)
+        return self._save_label(label or exported.label, put, namespace, ids, keep_label=label is None)
+
+    def copy_texts(self, target: PrefixStore) -> StoreCopyResult:
+        """Put the sequences of this namespace into that of another store, with labels, pins and what they had lost.
+
+        The other store may have another key, codec or block size. Sequences of models with windows or state, and
+        damaged ones, are not copied, which the notes of the result say, nor sessions and counts of uses. A sequence
+        lies in a temporary file for a while, sealed with the key of this store.
+
+        Parameters
+        ----------
+        target
+            An open store; its limits apply.
+
+        Returns
+        -------
+        StoreCopyResult
+            What is stored there now of the sequences of this one, whether put by this call or before.
+
+        Raises
+        ------
+        OptionError
+            If this store is LOSSY and the other one would not say so.
+        OutputError
+            As `put`; what was copied before stays.
+        BackendUnavailableError
+            If a remote store does not answer.
+        """
+        if self.is_lossy and not target.is_lossy:
+            raise OptionError(
+                f"{target._backend.label}: has codec {target.codec!r}, and the texts are LOSSY, of transform streams: "
+                "expected a store of codec transform"
+            )
+        from .export import load_exported
+
+        texts, pinned_keys, num_damaged = self._with_retry(self._collect_texts)
+        copies: list[tuple[StoredText, str | None]] = []
+        names_by_note: dict[str, list[str]] = {}
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "text"
+            for text in texts:
+                name = f"{text.key.hex()[:MIN_HANDLE_LETTERS]} ({pluralize(text.ids.size, 'token')})"
+                model, dtype = text.namespace.model, text.namespace.dtype
+                try:
+                    self.export(text.ids, path, model=model, dtype=dtype, force=True)
+                    exported = load_exported(path, self._threads, self._key, profile=self._backend.profiles)
+                except (BackendUnavailableError, OutputError):
+                    raise
+                except KvmnnError as error:
+                    names_by_note.setdefault(f"not copied: {error}", []).append(name)
+                    continue
+                put = target.import_file(exported._replace(path="its export"))
+                if put.outage:
+                    raise BackendUnavailableError("; ".join(put.notes))
+                for note in put.notes:
+                    names_by_note.setdefault(note, []).append(name)
+                if put.stored_tokens == put.tokens:
+                    copies.append((text, exported.label))
+                    if text.key in pinned_keys:
+                        target.pin(text.ids, model=model, dtype=dtype)
+        notes = [
+            f"{names[0]}{f' and {len(names) - 1:,} more' if names[1:] else ''}: {note}"
+            for note, names in names_by_note.items()
+        ]
+        stored_copies = [
+            (text, label)
+            for text, label in copies
+            if target.match(text.ids, model=text.namespace.model, dtype=text.namespace.dtype) == text.ids.size
+        ]
+        if len(stored_copies) < len(copies):
+            notes.append(f"evicted again for later ones: {pluralize(len(copies) - len(stored_copies), 'text')}")
+        num_pins = sum(text.key in pinned_keys for text, _ in stored_copies)
+        num_lost_pins = self.stats().pinned - num_pins
+        if num_damaged:
+            notes.append(f"not copied, as they are damaged: {pluralize(num_damaged, 'text')} (kvmnn store verify)")
+        if num_lost_pins > 0:
+            notes.append(f"not copied, as their texts are not: {pluralize(num_lost_pins, 'pin')}")
+        return StoreCopyResult(
+            texts=len(stored_copies),
+            labels=sum(label is not None for _, label in stored_copies),
+            pins=num_pins,
+            is_lossy=self.is_lossy,
+            notes=tuple(notes),
+        )
+
+    def _collect_texts(self) -> tuple[list[StoredText], set[bytes], int]:
+        """Return the listed sequences, the most recently used last, then labelled and pinned ones that begin them.
+
+        With the keys of those that are pinned, and the number of listed ones that cannot be read.
+        """
+        text_by_key = {text.key: text for text in self._backend.iter_texts()}
+        keys = [bytes.fromhex(entry.key) for entry in reversed(self._backend.list_entries().texts)]
+        texts = {key: text_by_key[key] for key in keys if key in text_by_key}
+        num_damaged = sum(key not in texts for key in keys)
+        pinned = {text.key: text for text in self._backend.iter_pinned()}
+        texts |= {text.key: text for _, text in self._backend.iter_labels()} | pinned
+        return list(texts.values()), set(pinned), num_damaged
 
     def gc(self, max_bytes: int | None = None) -> CleanupResult:
         """Remove unreferenced files, then evict sequences until at most `max_bytes` are left; None evicts nothing."""

@@ -31,7 +31,6 @@ from repository import DOCS, FIXTURES, ROOT
 
 import kvmnn
 from kvmnn.compressor import kvcm
-from kvmnn.store import PrefixStore
 
 PAGES = {page.name: page for page in (ROOT / "README.md", *sorted(DOCS.glob("*.md")))}
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -52,6 +51,7 @@ ENGINE = {f"kv_lossless_{key}": True for key in ("enable", "runtime_enable")} | 
 PACKAGES = {"README.md": "onnxruntime", "lm.md": "onnxruntime", "profile.md": "onnxruntime", "zarr.md": "xarray"} | {
     "compressor-forward.md": "onnxruntime",
     "report.md": "matplotlib",
+    "operations.md": "cryptography",
     "other-engines.md": "torch",
 }
 
@@ -131,9 +131,11 @@ def prepare(name: str, run: Callable[..., Any]) -> dict[str, Any]:
         geometry = transform_samples.create_geometries(4, 2, 8, 8, kvmnn.RopeConfig(10000.0, 8))
         transform_samples.create_profile(geometry).write("model.kvmp")
     if name == "operations.md":
-        for folder in ("old", "new"):
-            run("store", "put", folder, "cache.safetensors", "--token-ids", "ids.json", "--fingerprint", "f")
-        return {folder: PrefixStore(folder) for folder in ("old", "new")}
+        for number, key in enumerate(("key", "new-key")):
+            Path(key).write_bytes(bytes([number]) * 32)
+            Path(key).chmod(0o600)
+        run("store", "put", "old", "cache.safetensors", "--token-ids", "ids.json", "--fingerprint", "f",
+            "--key-file", "key")  # fmt: skip
     random = np.random.default_rng(0)
     if name == "h2o.md":
         keys = random.standard_normal((2, 1, 8), np.float32)

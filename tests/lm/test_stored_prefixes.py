@@ -60,6 +60,23 @@ def test_begin_text_logits_equal_the_same_rows(session, prefixes, shared: int) -
         assert one.keys.tobytes() == other.keys.tobytes() and one.values.tobytes() == other.values.tobytes()
 
 
+def test_put_text_passes_on_what_the_prefix_had_lost(session, model: Path, tmp_path: Path) -> None:
+    """The unit that ends within a block is replaced by one of the rows that were loaded, and new ones."""
+    runner = Runner(session)
+    runner.step(IDS[:20])
+    with PrefixStore(tmp_path / "store") as store:
+        prefixes, name = StoredPrefixes(store, compute_fingerprint(model)), compute_fingerprint(model)
+        store.put(IDS[:20], runner.cache.copy_layers(), model=name, loss="rounded by a cast")
+        again = Runner(session)
+        again.step(IDS[prefixes.begin_text(again, IDS).tokens :])
+        assert prefixes.put_text(again, IDS).stored_from == 0
+        assert store.get(IDS, model=name).label == "LOSSY"
+        prefixes.begin_text(runner, [5, 6])
+        runner.step([5, 6])
+        prefixes.put_text(runner, [5, 6])
+        assert store.get([5, 6], model=name).label is None
+
+
 @pytest.mark.parametrize("held", ["packed", "lossless"])
 def test_begin_text_packed_and_lossless_caches(session, prefixes, held: str) -> None:
     runner = Runner(session)

@@ -401,3 +401,10 @@ def test_match_32_bit_ids_are_found_to_the_token(url: str) -> None:
         assert not store.verify().damaged
     with PrefixStore(url) as store:
         assert store.match(two, model=MODEL) == 82
+
+
+def test_park_of_lossy_layers_says_so(url: str) -> None:
+    ids = list(range(40))
+    with PrefixStore(url) as store:
+        store.park("chat", ids, layers_of(ids), model=MODEL, loss="rounded by a cast")
+        assert store.resume("chat").prefix.label == "LOSSY"

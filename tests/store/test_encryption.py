@@ -23,6 +23,7 @@ from prefixes import DIMS, HEADS, MODEL, agreeing, layers_of, same
 from repository import DOCS
 
 from kvmnn import KvmnnError
+from kvmnn.arrays.opaque_state import make_state
 from kvmnn.errors import MissingDependencyError, MissingFileError, OptionError, SourceError
 from kvmnn.store import PrefixStore, StoreKey, load_key, read_exported
 from kvmnn.store.backend import StoreSettings, encode_settings
@@ -706,19 +707,59 @@ def test_export_is_sealed_with_the_key_of_the_store(tmp_path: Path) -> None:
             read_exported(tmp_path / "text", key=KEY)
 
 
-def test_texts_move_to_a_store_with_another_key(tmp_path: Path) -> None:
-    """By the lines of docs/operations.md."""
+@pytest.mark.parametrize("engine", ["directory", "redis"])
+def test_copy_texts_to_a_store_with_another_key_keeps_all(
+    engine: str, new_url: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the lines of docs/operations.md; labels and pins of beginnings that no list shows, too."""
     lines = (DOCS / "operations.md").read_text().split("```python\n")[1].split("```")[0]
-    fill(tmp_path / "old")
-    with (
-        PrefixStore(tmp_path / "old", key=KEY, namespace="tenant-x") as old,
-        PrefixStore(tmp_path / "new", key=OTHER_KEY, namespace="tenant-x") as new,
-    ):
-        exec(lines, {"old": old, "new": new})
-        assert same(new.get(IDS, model=MODEL).layers, IDS, 150)
-        assert same(new.get(OTHER, model=MODEL).layers, OTHER, 130)
-        assert new.resolve("my label").ids.tolist() == IDS
-        assert not {entry.key for entry in old.ls().texts} & {entry.key for entry in new.ls().texts}
+    monkeypatch.chdir(tmp_path)
+    for name, key in (("key", KEY), ("new-key", OTHER_KEY)):
+        Path(name).write_bytes(key)
+        Path(name).chmod(0o600)
+    url = new_url(engine)
+    begin, cast = IDS[:70], [9, 8, *range(100)]
+    for tenant in (None, "tenant-x"):
+        with PrefixStore(url, key=KEY, namespace=tenant) as store:
+            store.put(IDS, layers_of(IDS), model=MODEL, label="all")
+            store.put(begin, layers_of(begin), model=MODEL, label=f"beginning of {tenant}")
+            store.pin(begin, model=MODEL)
+            store.put(cast, layers_of(cast, dtype="<f4"), model="another", loss="rounded by a cast")
+            hybrid = [make_state(5, "s", bytes(64), dtype="float32", shape=(4, 4))]
+            store.put(IDS, layers_of(IDS), model="hybrid", states=hybrid)
+    exec(lines.replace('"old"', repr(url)), {})
+    for tenant in (None, "tenant-x"):
+        with PrefixStore("new", key=OTHER_KEY, namespace=tenant) as store:
+            assert same(store.get(IDS, model=MODEL).layers, IDS, 150)
+            assert not store.get(IDS, model=MODEL).loss
+            assert store.resolve("all").ids.tolist() == IDS
+            assert store.resolve(f"beginning of {tenant}").ids.tolist() == begin
+            found = store.get(cast, model="another")
+            assert (found.dtype, found.loss, found.label) == ("fp32", "rounded by a cast", "LOSSY")
+            assert store.verify().label == "LOSSY"
+            assert store.stats().pinned == 1 and store.unpin(begin, model=MODEL).was_pinned
+            with PrefixStore(url, key=KEY, namespace=tenant) as old:
+                assert not {entry.key for entry in old.ls().texts} & {entry.key for entry in store.ls().texts}
+                result = old.copy_texts(store)
+            assert (result.texts, result.labels, result.pins) == (3, 2, 1)
+            (note,) = (note for note in result.notes if "not copied" in note)
+            assert "windows or state" in note and "150 tokens" in note
+
+
+def test_copy_texts_names_what_it_leaves_out(tmp_path: Path) -> None:
+    texts = [[number, *range(100)] for number in range(3)]
+    with PrefixStore(tmp_path / "old") as old:
+        for ids in texts:
+            size = old.put(ids, layers_of(ids), model=MODEL).stored_bytes
+        old.pin(texts[0], model=MODEL)
+        min((tmp_path / "old").rglob("*.unit")).unlink()  # of the pinned text
+        with PrefixStore(tmp_path / "new", max_bytes=size + 10) as new:
+            result = old.copy_texts(new)
+            assert (result.texts, result.pins, len(new.ls().texts)) == (1, 0, 1)
+        notes = "\n".join(result.notes)
+        assert "evicted again for later ones: 1 text" in notes and "as their texts are not: 1 pin" in notes
+        assert "not copied, as they are damaged: 1 text" in notes
+        assert str(result).startswith("1 text copied, 0 labels, 0 pins\n")
 
 
 def test_command_takes_key_of_file_and_environment(

@@ -1183,6 +1183,13 @@ class DirectoryBackend:
                 if text is not None and text.namespace_key == row.namespace.key:
                     yield StoredText(row.namespace, text.ids)
 
+    def iter_pinned(self) -> Iterator[StoredText]:
+        namespaces = {namespace.key: namespace for namespace in self.list_namespaces()}
+        for _, namespace_key, ids in self.recovery_files.iter_sequences(PIN_SUFFIX):
+            namespace = namespaces.get(namespace_key)
+            if namespace is not None and namespace.tenant == self.tenant:
+                yield StoredText(namespace, ids)
+
     def save_loss(self, namespace: Namespace, loss: str) -> None:
         self.recovery_files.save_loss(namespace, loss)
 

@@ -438,6 +438,17 @@ class RemoteBackend(RemoteBackendBase):
             if ids is not None:
                 yield StoredText(namespaces[record.namespace_key], ids)
 
+    def iter_pinned(self) -> Iterator[StoredText]:
+        namespaces = self._get_own_namespaces()
+        records = {record.unit: record for record in self.list_stored_records()}
+        for name, pin in read_pins(self.key_values).items():
+            path = [records[unit] for unit in reversed(pin.units) if unit in records]
+            ids = _join_ids(path) if path else None
+            if ids is not None and path[0].namespace_key in namespaces:
+                text = StoredText(namespaces[path[0].namespace_key], ids[: pin.tokens])
+                if text.key.hex() == name:
+                    yield text
+
     def save_loss(self, namespace: Namespace, loss: str) -> None:
         self.check_writable()
         self.key_values.put_many({f"{_LOSSES_FOLDER}/{namespace.key.hex()}": loss.encode()})

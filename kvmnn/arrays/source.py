@@ -245,7 +245,7 @@ def list_losses(loss: str | Mapping[str, str] | None) -> list[str]:
     return [f"{LOSSY}: {escape_control(text)[:_MAX_LOSS_CHARACTERS]}"] if text else []
 
 
-_MAX_LOSS_CHARACTERS = 300
+_MAX_LOSS_CHARACTERS = 600
 
 
 ROUNDED_TEXT: Final = "K and V are rounded"

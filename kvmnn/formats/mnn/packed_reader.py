@@ -107,7 +107,7 @@ class PackedCacheReader:
         )
         if layout.is_quantized:  # no way back to these files, whose description is of no use then
             source.lossy = True
-            source.metadata[LOSSY_KEY] = join_losses(*layout.unrecoverable_parts)
+            source.metadata[LOSSY_KEY] = join_losses(*layout.unrecoverable_parts, self.info.loss)
             return source
         if self.ignored_conflict:
             source.metadata[LOSSY_KEY] = self.ignored_conflict
@@ -189,7 +189,8 @@ def open_packed_files(files: PackedFiles, options: PackedOptions) -> PackedCache
         raise _make_damage_error(files, options) or _make_conflict_error(files, info, conflict)
     if not options.is_of_frames:  # frames that are compared have every row
         counts = row_counts or count_nonempty_rows(files, match, choice.layouts, tokens)
-        _check_empty_rows(files, options, describe_empty_rows(files, counts, tokens), notes)
+        empty_rows_loss = _check_empty_rows(files, options, describe_empty_rows(files, counts, tokens))
+        info = replace(info, loss=join_losses(info.loss, empty_rows_loss))
     conflicts, omitted_rows_text = [], ""
     if size_mismatch and not options.is_of_frames:
         conflicts.append(f"{size_mismatch}: files were cut")
@@ -320,13 +321,12 @@ def _check_contents(
     return conflict
 
 
-def _check_empty_rows(files: PackedFiles, options: PackedOptions, problem: str, notes: list[str]) -> None:
-    """Raise `DamagedFilesError` for a KV head that lacks rows; add a note if that is to be ignored."""
+def _check_empty_rows(files: PackedFiles, options: PackedOptions, problem: str) -> str:
+    """Raise `DamagedFilesError` for a KV head that lacks rows; return what is lost if that is to be ignored."""
     if not problem:
-        return
+        return ""
     if options.ignore_contradictions:
-        notes.append(f"{problem}: the zero rows are taken as tokens")
-        return
+        return f"{problem}: the zero rows are taken as tokens"
     option_name = "--valid-tokens" if options.valid_tokens else "--token-ids" if options.token_ids else ""
     cause = f"{option_name} has more tokens than the file, or it" if option_name else "the file"
     raise DamagedFilesError(

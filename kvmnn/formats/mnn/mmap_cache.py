@@ -112,8 +112,12 @@ def list_open_addresses(folder: Path, pid: int) -> list[str]:
 
 
 def sort_by_creation(folder: Path, addresses: Sequence[str]) -> tuple[list[str], str]:
-    """Return addresses in the order of creation of their files: by time, and by inode if times are equal."""
-    orders = []
+    """Return addresses in the order of creation of their files: by time, and by inode if times are equal.
+
+    Returns no addresses, and the reason, where the times are not those of the engine, which makes K and V of a layer
+    and then writes both; what copies files writes each before it makes the next, in an order of its own.
+    """
+    orders, lives = [], []
     for part in "kv":
         file_times: list[tuple[int, int, str]] = []
         for address in addresses:
@@ -125,8 +129,21 @@ def sort_by_creation(folder: Path, addresses: Sequence[str]) -> tuple[list[str],
             if status.st_mtime_ns < birth_ns - _MAX_CLOCK_TICK_NS:
                 return [], "and they are copies, made in any order"
             file_times.append((birth_ns, status.st_ino, address))
+            lives.append((birth_ns, status.st_mtime_ns))
         orders.append([address for _, _, address in sorted(file_times)])
+    if not _has_overlap(lives):
+        return [], "and each was written before the next was made, as copies are"
     return (orders[0], "") if orders[0] == orders[1] else ([], "and K and V were made in different orders")
+
+
+def _has_overlap(lives: Sequence[tuple[int, int]]) -> bool:
+    """Return whether a file was written after a later one was made; `lives` are times of creation and last writing."""
+    last_write_ns = 0
+    for birth_ns, write_ns in sorted(lives):
+        if birth_ns < last_write_ns:
+            return True
+        last_write_ns = max(last_write_ns, write_ns)
+    return False
 
 
 def _parse_address(path: str) -> str:

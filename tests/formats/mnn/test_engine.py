@@ -141,7 +141,8 @@ def test_live_layer_order_by_birth_equals_descriptors(model, tmp_path):
         engine.call("forward", PREFIX_IDS)
         addresses = sorted({path.stem for path in tmp_path.iterdir()})
         order, reason = mnn_live.sort_by_creation(tmp_path, addresses)
-        assert order == mnn_live.list_open_addresses(tmp_path, engine.pid) or "does not keep" in reason
+        has_times = "does not keep" not in reason and "as copies are" not in reason  # those of some systems are coarse
+        assert order == mnn_live.list_open_addresses(tmp_path, engine.pid) or not has_times
 
 
 @pytest.mark.parametrize(("begin", "end"), [(10, 35), (25, 50)])

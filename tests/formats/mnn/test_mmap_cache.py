@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 
 import numpy as np
@@ -60,9 +61,13 @@ def test_mmap_cache_layers_are_ordered_by_birth(tmp_path):
     """Whatever their names: the second address is that of the first layer."""
     layers = packed_samples.arrays(3, 2, 20, 6)
     for layer, address in enumerate(("000055C4C7A96F40", "00005560831CAB70", "0000557000000000")):
-        for part, buffer in zip("kv", packed_samples.packed(*layers[2 * layer :][:2], 1, 4, 64, 84), strict=True):
-            (tmp_path / f"{address}.{part}").write_bytes(buffer.tobytes())
+        paths = [tmp_path / f"{address}.{part}" for part in "kv"]
+        buffers = packed_samples.packed(*layers[2 * layer :][:2], 1, 4, 64, 84)
+        for path in paths:  # as the engine does, before it writes both
+            path.touch()
         time.sleep(0.02)
+        for path, buffer in zip(paths, buffers, strict=True):
+            path.write_bytes(buffer.tobytes())
     source = read(tmp_path, (20,))
     assert "order of the 3 layers inferred from when their files were made" in source.notes[0]
     for number in range(3):
@@ -74,6 +79,19 @@ def test_mmap_cache_layers_are_ordered_by_birth(tmp_path):
     (tmp_path / "aside").rename(tmp_path / "0000557000000000.v")
     with pytest.raises(SourceError, match="and K and V were made in different orders"):
         read(tmp_path, (20,))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_mmap_cache_copies_with_times_of_their_own_need_layer_order(live, tmp_path, reverse):
+    """As ``cp`` without -p makes them, in the order of names or any other."""
+    path, _ = live
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in sorted(path.glob("*.[kv]"), reverse=reverse):
+        shutil.copyfile(file, copy / file.name)
+    reason = "each was written before the next was made, as copies are" if HAS_BIRTH_TIME else "does not keep"
+    with pytest.raises(SourceError, match=reason):
+        read(copy, (20,))
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")

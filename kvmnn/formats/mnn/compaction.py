@@ -51,6 +51,7 @@ from .packed_files import (
     format_warning_lines,
     has_gaps,
     join_warnings,
+    list_loading_files,
     list_position_warnings,
     list_prefix_files,
     validate_prefix_name,
@@ -406,9 +407,7 @@ def compact(
     start_time = time.perf_counter()
     info = reader.info
     name = resolve_prefix_name(name, info)
-    with DirectoryOutput(
-        output, force=force, exclude=reader.files.opened_files, index=name + CACHE_SIDECAR_SUFFIX
-    ) as directory:
+    with DirectoryOutput(output, force=force, exclude=reader.files.opened_files) as directory:
         layer_plans = _expand_plans(reader, plans, dialect)
         layers = tuple(apply_plan(layer, plan) for layer, plan in zip(info.layers, layer_plans, strict=True))
         info = add_losses(info, reader.ignored_conflict)
@@ -467,7 +466,7 @@ def _write_compacted_files(
     info = reader.info
     names = list_prefix_files(after)
     output_folder.check_names(names)
-    output_folder.replace_files(names[len(names) // 2 : -1])  # as `write_prefix` does
+    output_folder.replace_files(list_loading_files(after))  # as `write_prefix` does
     check_leftover_layers(output_folder.target, after, names)
     for files, before, layer, plan in zip(reader.files.layers, info.layers, after.layers, plans, strict=True):
         key, value = (

@@ -299,11 +299,21 @@ def validate_prefix_name(name: str) -> str:
 
 
 def list_prefix_files(info: CacheInfo) -> list[str]:
-    """List every file of a prefix cache in write order: the engine's markers after the data."""
+    """List every file of a prefix cache in write order: data, the description, and the engine's markers last.
+
+    With all markers, which engines and `find_prefix` look for, a prefix has its description, too, if a run is killed:
+    losses and evicted tokens stand in it alone.
+    """
     pairs = [(layer_number, PART_LETTERS[part]) for layer_number in info.numbers for part in PARTS]
     data_names = [format_data_name(info.name, *pair) for pair in pairs]
     marker_names = [format_marker_name(info.name, *pair) for pair in pairs]
-    return [*data_names, *marker_names, info.name + cache_info.CACHE_SIDECAR_SUFFIX]
+    return [*data_names, info.name + cache_info.CACHE_SIDECAR_SUFFIX, *marker_names]
+
+
+def list_loading_files(info: CacheInfo) -> list[str]:
+    """List the files that are removed before those of an older prefix are replaced: markers, then description."""
+    description, *markers = list_prefix_files(info)[2 * len(info.numbers) :]
+    return [*markers, description]
 
 
 def check_leftover_layers(target: Path, info: CacheInfo, names: Sequence[str]) -> None:

@@ -41,6 +41,7 @@ from .packed_files import (
     format_data_name,
     format_warning_lines,
     join_warnings,
+    list_loading_files,
     list_position_warnings,
     list_prefix_files,
     validate_prefix_name,
@@ -239,7 +240,6 @@ def write_prefix(
         output,
         force=force,
         exclude=list_with_contents(exclude),
-        index=info.name + CACHE_SIDECAR_SUFFIX,
         durable=write_options.is_durable,
     )
     with directory:
@@ -259,7 +259,7 @@ def _write_prefix_files(
 ) -> CastStats:
     names = list_prefix_files(info)
     output.check_names(names)
-    output.replace_files(names[len(names) // 2 : -1])  # the markers: MNN loads no mixture if this is killed
+    output.replace_files(list_loading_files(info))  # MNN loads no mixture if this is killed
     check_leftover_layers(output.target, info, names)
     dtype = require_common_geometry(arrays)[2] if info.is_uniform else arrays[0].array.dtype
     lock = threading.Lock()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import packed_samples
@@ -17,9 +20,9 @@ from kvmnn import KvmnnError, OutputError, PackLayout, SourceError
 from kvmnn.dtypes import PARTS
 from kvmnn.formats import find_packed
 from kvmnn.formats import open as open_any
+from kvmnn.formats.mnn import CompactionPlan, compact, open_packed, pack, packed_io
 from kvmnn.formats.mnn import mmap_cache as mnn_live
 from kvmnn.formats.mnn import packed_files as mnn_prefix
-from kvmnn.formats.mnn import packed_io
 from kvmnn.formats.mnn.model import compute_fingerprint, read_model_geometry
 from kvmnn.formats.mnn.packed_io import PackedPartWriter
 from kvmnn.formats.options import PackedOptions, ReadOptions
@@ -253,9 +256,22 @@ def test_read_valid_tokens_beyond_rows_of_one_layer_are_refused(tmp_path, paddin
     message = r"sys_0\.k: rows 50 to 59 of KV head 0 \(and 3 more heads like it\) are zero .* --valid-tokens has more"
     with pytest.raises(SourceError, match=message):
         read(sample.path, (60, 50))
-    notes = read(sample.path, (60, 50), ignore_contradictions=True).notes
-    assert "zero rows are taken as tokens" in notes[0]
-    assert "in 1 of 2 layers the last 10 of 60 tokens are all zero" in notes[1]
+    source = read(sample.path, (60, 50), ignore_contradictions=True)
+    loss = "sys_0.k: rows 50 to 59 of KV head 0 (and 3 more heads like it) are zero"
+    assert source.cache.loss.startswith(loss) and source.cache.loss.endswith("the zero rows are taken as tokens")
+    assert "in 1 of 2 layers the last 10 of 60 tokens are all zero" in source.notes[0]
+
+
+def test_encode_of_files_written_in_part_says_so_in_all_copies(tmp_path, run):
+    sample = packed_samples.write_prefix(tmp_path / "p", packed_samples.arrays(2, 2, 50, 6), capacity=114)
+    keys = next(sample.path.glob("*_1.k"))
+    content = keys.read_bytes()
+    keys.write_bytes(content[: len(content) // 2] + bytes(len(content) - len(content) // 2))
+    options = ("--ignore", "contradictions", "--kv-heads", 2, "--head-dim", 6, "--backend", "x86-avx2")
+    out = run("encode", sample.path, *options, "--valid-tokens", 50, "-o", tmp_path / "f").out
+    for text in (out, run("verify", tmp_path / "f").out, run("decode", tmp_path / "f", "-o", tmp_path / "back").out):
+        assert "LOSSLESS copy of LOSSY K and V" in text
+        assert f"LOSSY: {keys.name}: rows 0 to 49 of KV head 1 are zero" in text
 
 
 @pytest.mark.parametrize("padding", [b"\0", b"\xa5"])
@@ -507,3 +523,50 @@ def test_live_files_round_trip(tmp_path):
     assert not (tmp_path / "other").exists()
     lowest = mnn_live.write_mmap_files(str(tmp_path / "lowest"), buffers[:2], first_address=0)
     assert lowest == ("0000000000000000", "0000000000001000")
+
+
+class Killed(BaseException):
+    """A run that ends in the midst of its renames."""
+
+
+def _count_changes(monkeypatch: pytest.MonkeyPatch, last: int) -> list[str]:
+    """End the run after `last` renames and removals of files in place."""
+    changes: list[str] = []
+
+    def count(change: Any) -> Any:
+        def call(path: Any, *others: Any, **options: Any) -> Any:
+            if len(changes) == last:
+                raise Killed
+            changes.append(str(path))
+            return change(path, *others, **options)
+
+        return call
+
+    monkeypatch.setattr("os.replace", count(os.replace))
+    monkeypatch.setattr("pathlib.Path.unlink", count(Path.unlink))
+    return changes
+
+
+@pytest.mark.parametrize("verb", ["pack", "compact"])
+def test_replacing_prefix_that_is_killed_never_leaves_markers_without_description(tmp_path, monkeypatch, verb):
+    """Evicted tokens and losses stand in the description alone, so that the rest would be taken for a prefix."""
+    tokens, geometry = 20, PackedGeometry(backend="x86-avx2")
+    arrays = {f"layer_{n}.{part}": np.ones((2, tokens, 16), np.float16) for n in (0, 1) for part in ("key", "value")}
+    np.savez(tmp_path / "a.npz", **arrays)
+    pack(open_any(str(tmp_path / "a.npz")), str(tmp_path / "packed"), geometry, name="p", cast=True)
+    packed, folder = open_packed(str(tmp_path / "packed")), tmp_path / "p"
+    compact(packed, [CompactionPlan(4, ())], str(tmp_path / "old"))
+    for last in range(40):
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(tmp_path / "old", folder)
+        with monkeypatch.context() as patch, suppress(Killed):
+            changes = _count_changes(patch, last)
+            if verb == "pack":
+                pack(open_any(str(tmp_path / "a.npz")), str(folder), geometry, name="p", cast=True, force=True)
+            else:
+                compact(packed, [CompactionPlan(2, ())], str(folder), force=True)
+        has_markers, has_description = len(list(folder.glob("p_*_sync.?"))) == 4, (folder / "p.kvmnn.json").exists()
+        assert has_description or not has_markers, changes
+        if len(changes) < last:
+            break
+    assert 13 < last < 39 and has_markers

@@ -246,6 +246,9 @@ class CleanupResult(Record):
     #: Why a sequence, or part of it, was kept, or why the store is still above the limit; empty if everything was
     #: removed.
     kept: str = ""
+    #: Tokens of a deleted sequence alone that stay and are still found, as they share a unit with tokens that other
+    #: sequences have or a pin keeps.
+    unshared_tokens: int = field(default=0, metadata={"omit": True})
     #: Precisions of a sequence that were deleted.
     dtypes: tuple[str, ...] = ()
     #: Files in the store that kvmnn did not write; they were kept.
@@ -304,10 +307,21 @@ def explain_pinned_bytes(stored_bytes: int, max_bytes: int | None) -> str:
     )
 
 
-def explain_kept_part(num_removed: int, num_left: int, *, is_pinned: bool) -> str:
-    """Explain why a sequence, or its first `num_left` tokens, were not deleted."""
+def explain_kept_part(num_removed: int, num_left: int, num_needed: int, *, is_pinned: bool) -> str:
+    """Explain why a sequence, or its first `num_left` tokens, were not deleted.
+
+    The first `num_needed` of them are in other sequences or pinned ones; the others share a unit with these.
+    """
+    if not num_removed and is_pinned:
+        return _PINNED_REASON
+    if num_needed < num_left:
+        return (
+            f"its first {pluralize(num_left, 'token')} stay: {num_needed:,} that other texts have or a pin keeps, and "
+            f"{num_left - num_needed:,} of this text alone, in a unit with some of these (store rm of those texts, "
+            "then of what store ls shows of this one)"
+        )
     if not num_removed:
-        return _PINNED_REASON if is_pinned else "other texts go on from it"
+        return "other texts go on from it"
     return f"its first {pluralize(num_left, 'token')} stay, which other texts have or a pin keeps" if num_left else ""
 
 

@@ -772,7 +772,10 @@ class PrefixStore:
         )
 
     def delete(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> CleanupResult:
-        """Remove a sequence from its end on, up to a block that another sequence needs or a pin keeps.
+        """Remove a sequence from its end on, up to a unit that another sequence needs or a pin keeps.
+
+        A unit stays as a whole: `CleanupResult.unshared_tokens` of this sequence alone stay with it, and are found
+        until the other sequences are deleted, and then what is left of this one, by its handle of `ls`.
 
         A sequence that is pinned itself is left as it is, with its label. Shorter sequences that begin it go with it
         unless a pin keeps them: the result names those with a label.
@@ -815,6 +818,7 @@ class PrefixStore:
                 units=num_units,
                 bytes=sum(result.bytes for result in results),
                 kept="; ".join(reasons),
+                unshared_tokens=max(result.unshared_tokens for result in results),
                 dtypes=tuple(namespace.dtype for namespace in namespaces),
                 lost_labels=tuple(sorted({label for label, _ in lost_prefixes})),
                 is_lossy=self.is_lossy,

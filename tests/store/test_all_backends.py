@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -408,3 +410,55 @@ def test_park_of_lossy_layers_says_so(url: str) -> None:
     with PrefixStore(url) as store:
         store.park("chat", ids, layers_of(ids), model=MODEL, loss="rounded by a cast")
         assert store.resume("chat").prefix.label == "LOSSY"
+
+
+@pytest.mark.parametrize("engine", ["directory", "redis", "file"])
+def test_rm_counts_what_stays_in_shared_units(
+    engine: str, new_url: Callable[[str], str], run: Callable[..., Any]
+) -> None:
+    """Of the text alone, as far as it shares a unit; it goes with the sharers and what is left, by its handle."""
+    url = new_url(engine)
+    begin = [*range(100)]
+    texts = {"alice": [*begin, *range(1000, 1300)], "bob": [*begin, *range(2000, 2300)]}
+    with PrefixStore(url) as store:
+        for label, ids in texts.items():
+            store.put(ids, layers_of(ids), model=MODEL, label=label)
+    removed = json.loads(run("store", "rm", url, "alice", "--json").out)
+    assert (removed["units"], removed["unshared_tokens"]) == (0, 300)
+    assert removed["kept"].startswith(
+        "its first 400 tokens stay: 100 that other texts have or a pin keeps, and 300 of this text alone, in a unit"
+    )
+    with PrefixStore(url) as store:
+        assert store.match(texts["alice"], model=MODEL) == 400
+    removed = json.loads(run("store", "rm", url, "bob", "--json").out)
+    assert "unshared_tokens" not in removed
+    assert removed["kept"] == "its first 100 tokens stay, which other texts have or a pin keeps"
+    (entry,) = json.loads(run("store", "ls", url, "--json").out)["texts"]
+    assert run("store", "rm", url, entry["key"][:6]).out.startswith("removed 1 unit, ")
+    with PrefixStore(url) as store:
+        assert (store.match(texts["alice"], model=MODEL), store.stats().units) == (0, 0)
+
+
+def test_delete_counts_what_stays_in_a_part(url: str) -> None:
+    text = [*range(700)]
+    others = [[*text[:456], *range(1000, 1100)], [*text[:300], *range(3000, 3020)]]
+    with PrefixStore(url) as store:
+        for ids in (text, *others):
+            put(store, ids)
+        removed = store.delete(text, model=MODEL)
+        assert (removed.units, removed.unshared_tokens) == (1, 56)
+        assert removed.kept.startswith("its first 512 tokens stay: 456 that other texts have or a pin keeps, and 56 of")
+        for ids in others:
+            assert same(store.get(ids, model=MODEL).layers, ids, len(ids))
+
+
+def test_delete_counts_what_stays_with_a_pinned_beginning(url: str) -> None:
+    text = [*range(400)]
+    with PrefixStore(url) as store:
+        store.put(text, layers_of(text), model=MODEL, label="long")
+        store.pin(text[:100], model=MODEL)
+        removed = store.delete(text, model=MODEL)
+        assert (removed.units, removed.unshared_tokens, removed.is_refused) == (0, 300, False)
+        assert store.count_labelled("long") == 0
+        store.unpin(text[:100], model=MODEL)
+        assert store.delete(text, model=MODEL).kept == ""

@@ -49,6 +49,7 @@ from ..namespace import (
     TokenSequence,
     compute_block_keys,
     compute_sequence_key,
+    count_common_entries,
     list_session_names,
     make_session_name,
     mask_ids,
@@ -760,6 +761,9 @@ class DirectoryBackend:
             chosen_units: list[int] = []
             if last_unit is None:
                 return chosen_units
+            is_pinned = cursor.has_row(
+                "SELECT 1 FROM pin WHERE unit = ? AND tokens >= ? LIMIT 1", (last_unit, sequence.ids.size)
+            )
             slices = (
                 [UnitSlice(last_unit, 0, 0), *reversed(prefix_match.slices)]
                 if sequence.needs_state
@@ -775,16 +779,44 @@ class DirectoryBackend:
                     f"SELECT tokens, pins, ({num_children_sql}) FROM unit WHERE id = ?",
                     (unit_slice.unit,),
                 )
-                is_pinned = bool(pins)
                 if pins or num_children or tokens > unit_slice.skip + unit_slice.take:
                     break
                 chosen_units.append(unit_slice.unit)
             return chosen_units
 
         removed = self.remove_units(choose_units)
-        remaining_tokens = self.find_prefix(sequence).tokens
-        kept_reason = explain_kept_part(removed.num_units, remaining_tokens, is_pinned=is_pinned)
-        return CleanupResult(units=removed.num_units, bytes=removed.nbytes, kept=kept_reason)
+        num_left, num_needed = self._count_left_tokens(sequence)
+        return CleanupResult(
+            units=removed.num_units,
+            bytes=removed.nbytes,
+            kept=explain_kept_part(removed.num_units, num_left, num_needed, is_pinned=is_pinned),
+            unshared_tokens=num_left - num_needed,
+        )
+
+    def _count_left_tokens(self, sequence: TokenSequence) -> tuple[int, int]:
+        """Return how many tokens of a sequence are stored, and how many of them other sequences have or pins keep."""
+        with self.index.begin_reading() as cursor:
+            prefix_match = self.make_lookup(cursor).find_prefix(sequence)
+            num_left, units = prefix_match.tokens, prefix_match.list_units()
+            if not units:
+                return 0, 0
+            last = prefix_match.slices[-1]
+            num_unit_tokens = cursor.fetch_number("SELECT tokens FROM unit WHERE id = ?", (last.unit,)) or 0
+            if num_unit_tokens > last.skip + last.take:  # the unit is of another sequence
+                return num_left, num_left
+            path = ",".join(map(str, units))
+            pinned_tokens = cursor.list_numbers(f"SELECT tokens FROM pin WHERE unit IN ({path})", ())
+            followers = cursor.fetch_rows(
+                tuple[int, int, int],
+                f"SELECT id, start, tokens FROM unit WHERE parent IN ({path}) AND id NOT IN ({path})",
+            )
+        needed_tokens = [0, *pinned_tokens]
+        for unit, start, num_unit_tokens in followers:
+            # a state has all tokens before it; of a damaged unit only its place is known
+            header = self.files.read_header(unit) if num_unit_tokens else None
+            common = 0 if header is None else count_common_entries(header.ids, sequence.ids[start:])
+            needed_tokens.append(start + common)
+        return num_left, min(max(needed_tokens), num_left)
 
     def collect_garbage(self, max_bytes: int | None) -> CleanupResult:
         """Remove unreferenced files, rows without files, and units until at most `max_bytes` are left.

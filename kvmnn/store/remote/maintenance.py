@@ -26,6 +26,7 @@ from ..namespace import (
     Ids,
     Namespace,
     TokenSequence,
+    count_common_entries,
     list_session_names,
     make_session_name,
     parse_namespace,
@@ -92,12 +93,43 @@ class RemoteBackend(RemoteBackendBase):
                     break
                 deleted.append(remaining.pop(record.unit))
             if not deleted or self._delete_unless_pinned(deleted, pins):
-                pinned_ends = list_pinned_ends(pins, remaining)
+                long_pins = {name: pin for name, pin in pins.items() if pin.tokens >= sequence.ids.size}
+                pinned_ends = list_pinned_ends(long_pins, remaining)
                 is_pinned = bool(prefix_match.slices) and prefix_match.slices[-1].unit in pinned_ends
                 is_pinned |= state is not None and state.unit in pinned_ends
-                kept_reason = explain_kept_part(len(deleted), self.find_prefix(sequence).tokens, is_pinned=is_pinned)
-                nbytes = sum(record.nbytes for record in deleted)
-                return CleanupResult(units=len(deleted), bytes=nbytes, kept=kept_reason)
+                num_left, num_needed = self._count_left_tokens(sequence, remaining, pins)
+                return CleanupResult(
+                    units=len(deleted),
+                    bytes=sum(record.nbytes for record in deleted),
+                    kept=explain_kept_part(len(deleted), num_left, num_needed, is_pinned=is_pinned),
+                    unshared_tokens=num_left - num_needed,
+                )
+
+    def _count_left_tokens(
+        self, sequence: TokenSequence, records: Mapping[int, UnitRecord], pins: Mapping[str, Pin]
+    ) -> tuple[int, int]:
+        """Return how many tokens of a sequence are stored, and how many of them other sequences have or pins keep."""
+        prefix_match = self.find_prefix(sequence)
+        num_left, path = prefix_match.tokens, set(prefix_match.list_units())
+        if not path:
+            return 0, 0
+        last = prefix_match.slices[-1]
+        last_record = records.get(last.unit)
+        if last_record is None or last_record.ids.size > last.skip + last.take:  # the unit is of another sequence
+            return num_left, num_left
+        keys = set(sequence.keys[: prefix_match.num_blocks])
+        needed_tokens = [0]
+        needed_tokens += [
+            record.start + count_common_entries(record.ids, sequence.ids[record.start :])
+            for record in records.values()
+            if record.parent in keys and record.unit not in path
+        ]
+        states = {record.unit for record in _select_states(records.values())}
+        for pin in pins.values():
+            pinned_units = records.keys() & set(pin.units) - states
+            if pinned_units and path.issuperset(pinned_units):
+                needed_tokens.append(pin.tokens)
+        return num_left, min(max(needed_tokens), num_left)
 
     def collect_garbage(self, max_bytes: int | None) -> CleanupResult:
         """Remove unusable records and unreferenced values; then evict units until at most `max_bytes` are left.

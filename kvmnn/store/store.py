@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 import threading
 import time
 from bisect import bisect
@@ -1017,6 +1016,8 @@ class PrefixStore:
         BackendUnavailableError
             If a remote store does not answer.
         """
+        import tempfile  # which takes a while to import
+
         if self.is_lossy and not target.is_lossy:
             raise OptionError(
                 f"{target._backend.label}: has codec {target.codec!r}, and the texts are LOSSY, of transform streams: "

@@ -35,8 +35,12 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start the slow tests first, so that no worker is left alone with a long one at the end."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    """Start with the files that have slow tests, so that no worker is left alone with a long one at the end.
+
+    The tests of a file stay together: two workers would make its fixtures twice.
+    """
+    slow_files = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow_files)
 
 
 @pytest.hookimpl(trylast=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +15,15 @@ FILE = FIXTURES / "llm_kv" / "smollm2_96.npz"
 KV_HEADS, HEAD_DIM = 3, 64
 
 
+@cache
+def _load() -> list[np.ndarray]:
+    with np.load(FILE) as arrays:
+        return [arrays[f"layer_{layer}.{part}"] for layer in range(2) for part in ("key", "value")]
+
+
 def read_layers(tokens: int, dtype: str = "fp32") -> list[np.ndarray]:
     """K and V of two layers by turns, ``[kv_head, token, head_dim]``."""
-    with np.load(FILE) as arrays:
-        names = ("layer_0.key", "layer_0.value", "layer_1.key", "layer_1.value")
-        return [arrays[name][:, :tokens].astype(packed_samples.WORDS[dtype]) for name in names]
+    return [array[:, :tokens].astype(packed_samples.WORDS[dtype]) for array in _load()]
 
 
 def write_prefix(

@@ -17,6 +17,7 @@ import termios
 import time
 
 import pytest
+from in_process import measure_in_process
 from repository import FIXTURES
 
 from kvmnn.cli.entry_point import main
@@ -123,7 +124,10 @@ def test_eval_store_changes_no_number(capsys, tmp_path):
     """A fresh process for each configuration; an invalid store is refused before measuring."""
     asked = [*QUICK, "--prefill-tokens", "40", "--json"]
     stored = ["--store", tmp_path / "s"]
-    results = [json.loads(run(capsys, *asked, *more)[1]) for more in ([], [], stored, stored)]
+    results = [json.loads(run(capsys, *asked, *more)[1]) for more in ([], stored, stored)]
+    with pytest.MonkeyPatch.context() as patch:
+        measure_in_process(patch)
+        results.insert(0, json.loads(run(capsys, *asked)[1]))
     assert len({json.dumps([(row["nll"], row["accuracy"]) for row in each["rows"]]) for each in results}) == 1
     last = [[text.get("stored_tokens") for text in row["documents"]] for row in results[-1]["rows"]]
     assert last == [[47, 47], [40, 40]]

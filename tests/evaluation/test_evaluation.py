@@ -116,7 +116,7 @@ class Counter:
 def test_evaluate_budget_beyond_text_equals_full_cache(tiny, chunk):
     specs = [f"{name}:recent=50%" if name == "h2o_heads" else name for name in sorted(POLICIES)]
     wanted = expand_configurations([*specs, "l2_fixed:strategy=random"], [64])
-    results = run(tiny(48), wanted, model=tiny.model, tokens=48, chunk=chunk, **QUICK)
+    results = run(tiny(32), wanted, model=tiny.model, tokens=32, chunk=chunk, **QUICK)
     full, *others = numbers(results)
     assert results.refused == ()
     assert {row["policy"] for row in others} == set(POLICIES)
@@ -124,10 +124,10 @@ def test_evaluate_budget_beyond_text_equals_full_cache(tiny, chunk):
     for row in others:
         assert row["kind"] == "not cut"
         assert {key: row[key] for key in quality} == {key: full[key] for key in quality}, row["label"]
-        assert row["tokens_kept"] == [48] * 2
+        assert row["tokens_kept"] == [32] * 2
         assert (row["versus_full"]["nll"], row["versus_full"]["low"], row["versus_full"]["high"]) == (0, 0, 0)
         assert [d["nll"] for d in row["documents"]] == [d["nll"] for d in full["documents"]]
-    assert any("nothing was evicted: a text of 48 tokens fits its budget." in note for note in results.notes)
+    assert any("nothing was evicted: a text of 32 tokens fits its budget." in note for note in results.notes)
 
 
 @pytest.mark.slow
@@ -149,7 +149,7 @@ def test_evaluate_policies_keep_exactly_their_budget(tiny):
 
 @pytest.mark.slow
 def test_evaluate_skip_layers_are_never_cut(documents):
-    results = run(documents(64), expand_configurations(["streaming"], [16], (0, 5)), tokens=64, **QUICK)
+    results = run(documents(64), expand_configurations(["streaming"], [16], (0, 5)), tokens=64, chunk=4, **QUICK)
     full, cut = results.rows
     assert cut.tokens_kept == (64, 16, 16, 16, 16, 64)
     assert (full.unequal_layers, cut.unequal_layers) == (False, True)
@@ -185,7 +185,7 @@ def test_evaluate_stored_positions_raise_perplexity(documents):
 
 def test_evaluate_row_sums_its_documents(documents):
     texts = documents(90)
-    row = run(texts, expand_configurations(["streaming"], [30]), tokens=90, deep_from=70, **QUICK).rows[1]
+    row = run(texts, expand_configurations(["streaming"], [30]), tokens=90, deep_from=70, chunk=5, **QUICK).rows[1]
     nll = sum(document.nll * document.tokens for document in row.documents)
     assert row.tokens == 180
     assert row.nll == pytest.approx(nll / 180)
@@ -203,10 +203,11 @@ def test_evaluate_duplicate_text_counts_once(documents, tmp_path):
     again = tmp_path / "again.txt"
     again.write_bytes((FIXTURE / "texts" / NAMES[0]).read_bytes() + b"# and more after what is scored\n")
     paths = [FIXTURE / "texts" / NAMES[0], again, FIXTURE / "texts" / NAMES[1], again]
-    settings = EvaluationSettings(tokens=30, **QUICK)
+    settings = EvaluationSettings(tokens=30, chunk=5, **QUICK)
     found = evaluate(FIXTURE, paths, "streaming", 16, settings=settings, jobs=0)
     assert [text.name for text in found.documents] == list(NAMES)
-    assert numbers(found) == numbers(run(documents(30), expand_configurations(["streaming"], [16]), tokens=30, **QUICK))
+    alone = run(documents(30), expand_configurations(["streaming"], [16]), tokens=30, chunk=5, **QUICK)
+    assert numbers(found) == numbers(alone)
     (note,) = (note for note in found.notes if "counted once" in note)
     assert note == (
         "2 texts have the same tokens as others before, counted once: again.txt those of calendar.py.txt, again.txt~2 "
@@ -257,7 +258,7 @@ def test_evaluate_frame_dtype_fp32_is_lossless(documents):
 @pytest.mark.slow
 def test_evaluate_traces_follow_first_document(documents):
     wanted = expand_configurations(["streaming:skip_layers=0"], [16])
-    results = run(documents(300), wanted, tokens=300, chunk=2, traces=True, **QUICK)
+    results = run(documents(300), wanted, tokens=300, chunk=4, traces=True, **QUICK)
     full, cut = results.traces
     assert (full.label, full.document) == ("full", "calendar.py.txt")
     assert full.step_tokens[-1] == cut.step_tokens[-1] == 300
@@ -306,9 +307,9 @@ def test_evaluate_prompt_policies_treat_first_chunk_as_prompt(tiny):
 
 @pytest.mark.slow
 def test_evaluate_preset_has_project_definition(documents):
-    texts = documents(100)
+    texts = documents(60)
     wanted = expand_preset("knorm-fixed:fix_kv_sizes=32,strategies=keep_low")
-    results = run(texts, wanted, tokens=100, timing=False)
+    results = run(texts, wanted, tokens=60, timing=False)
     full, baseline, low, window = results.rows
     assert [row.label for row in results.rows] == [
         "full",
@@ -320,12 +321,12 @@ def test_evaluate_preset_has_project_definition(documents):
     assert (baseline.nll, baseline.preset) == (full.nll, "knorm-fixed")
     for row in (baseline, low, window):
         seen = row.project_stats
-        assert (seen.evaluation, seen.scored_tokens, seen.text_tokens) == ("E1", 198, 200)
+        assert (seen.evaluation, seen.scored_tokens, seen.text_tokens) == ("E1", 118, 120)
         assert seen.ttft_seconds > 0
         assert seen.tokens_per_second > 0
-    assert baseline.project_stats.final_cache_tokens == 99
+    assert baseline.project_stats.final_cache_tokens == 59
     assert low.project_stats.final_cache_tokens == window.project_stats.final_cache_tokens == 32
-    assert low.tokens_kept == (100, 100, 32, 32, 32, 32)
+    assert low.tokens_kept == (60, 60, 32, 32, 32, 32)
     # Without bos and the first token it is another quantity, but not far off.
     assert baseline.project_stats.nll == pytest.approx(baseline.nll, rel=0.2)
     assert baseline.project_stats.nll != baseline.nll
@@ -334,12 +335,12 @@ def test_evaluate_preset_has_project_definition(documents):
 @pytest.mark.slow
 def test_evaluate_streaming_h2o_preset_has_lazy_cache_sizes(documents):
     wanted = [entry for entry in expand_preset("streaming-h2o") if entry.label in ("baseline", "h2o_4_32_256")]
-    results = run(documents(600, 1), wanted, tokens=600, chunk=8, repeats=1, timing=True)
+    results = run(documents(400, 1), wanted, tokens=400, chunk=8, repeats=1, timing=True)
     _, baseline, h2o = results.rows
     assert h2o.tokens_kept == (256,) * 6
     assert (h2o.project_stats.chunk, h2o.project_stats.final_cache_tokens) == (256, 256)
-    assert (h2o.project_stats.scored_tokens, h2o.project_stats.chunks_left_out) == (597, 0)
-    assert (baseline.project_stats.chunk, baseline.project_stats.scored_tokens) == (1024, 599)
+    assert (h2o.project_stats.scored_tokens, h2o.project_stats.chunks_left_out) == (398, 0)
+    assert (baseline.project_stats.chunk, baseline.project_stats.scored_tokens) == (1024, 399)
     for row in (baseline, h2o):
         assert row.project_stats.tpot_seconds * row.project_stats.tokens_per_second == pytest.approx(1)
         assert row.project_stats.repeats == 1
@@ -421,7 +422,7 @@ def test_evaluate_memory_does_not_grow_with_text(documents):
     wanted = expand_configurations(["streaming"], [64])
     peaks = []
     for tokens in (192, 768):
-        cut = run(documents(tokens, 1), wanted, jobs=2, tokens=tokens, chunk=16, **QUICK).rows[1]
+        cut = run(documents(tokens, 1), wanted, jobs=2, tokens=tokens, chunk=32, **QUICK).rows[1]
         peaks.append(cut.process_peak_bytes - cut.process_opened_bytes)
     assert peaks[1] < peaks[0] + 4_000_000
 
@@ -458,9 +459,10 @@ def test_evaluate_refused_configuration_does_not_stop_others(documents):
 @pytest.mark.slow
 def test_evaluate_files_equal_documents(documents):
     paths = [FIXTURE / "texts" / name for name in NAMES]
-    settings = EvaluationSettings(tokens=30, **QUICK)
+    settings = EvaluationSettings(tokens=30, chunk=5, **QUICK)
     found = evaluate(FIXTURE, paths, expand_configurations(["streaming"], [16]), settings=settings, jobs=0)
-    assert numbers(found) == numbers(run(documents(30), expand_configurations(["streaming"], [16]), tokens=30, **QUICK))
+    alone = run(documents(30), expand_configurations(["streaming"], [16]), tokens=30, chunk=5, **QUICK)
+    assert numbers(found) == numbers(alone)
     assert evaluate(FIXTURE, paths, settings=found.settings, jobs=0).settings == found.settings
     assert "streaming 16" in str(found)
     assert found.to_text("markdown").startswith("| policy |")

@@ -29,7 +29,7 @@ from kvmnn.store.simulation import (
 from kvmnn.store.simulation.simulator import SIMULATED_POLICIES, simulate_store
 from kvmnn.store.simulation.trace import RequestTrace, split_into_blocks
 
-MANY = 10_000 if os.environ.get("KVMNN_ATTACKS") else 1500
+MANY = 10_000 if os.environ.get("KVMNN_ATTACKS") else 800
 SHAPE = parse_model_shape("2x2x64,fp16")
 
 

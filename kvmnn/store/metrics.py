@@ -23,6 +23,7 @@ _GAUGES = {
     "tokens": "Stored tokens.",
     "texts": "Stored texts.",
     "units": "Stored units.",
+    "lost_units": "Units that no get finds: their bytes, or a unit before them, are gone.",
     "pinned": "Pinned texts.",
     "sessions": "Parked sessions.",
 }

@@ -661,7 +661,8 @@ class StoreStats(Record):
     loss: str = field(default="", metadata={"omit": True})
     #: Lossy units whose steps went by attention; None for none that are lossy, and past this machine.
     attention_units: int | None = field(default=None, metadata={"omit": True})
-    #: Units of a directory that have no file any more; they count in the figures above until `verify` removes them.
+    #: Units that no get finds, as their bytes or a unit before them are gone, until `verify` removes them. The figures
+    #: above count those of a directory, and those of a remote store that have bytes.
     lost_units: int = field(default=0, metadata={"omit": True})
     #: Whether the store is encrypted.
     is_encrypted: bool = field(default=False, metadata={"omit": True})
@@ -688,7 +689,9 @@ class StoreStats(Record):
             f"policy {self.policy}",
         ]
         if self.lost_units:
-            lines.append(f"  damaged: {pluralize(self.lost_units, 'unit')} of these without a file (store verify)")
+            lost_text = pluralize(self.lost_units, "unit")
+            lost_text += " without bytes, or after such a unit: no get finds them (store verify)"
+            lines.append(f"  damaged: {lost_text}")
         lines += ["  uses are those by processes with a limit alone (object store)"] if self.ignores_uses else []
         lines += [] if self.index_bytes is None else [f"  index of the whole store {self.index_bytes:,} bytes"]
         options_text = ", ".join(f"{name}={value:g}" for name, value in self.codec_options.items())

@@ -795,16 +795,17 @@ def test_store_ls_and_stat_of_lost_files(here: Path, run) -> None:
     for name in ("other", "long"):
         run("store", "put", "S", f"{name}.npz", "--token-ids", f"{name}.json", "--fingerprint", "m")
     first_path, second_path = sorted(Path("S/units").glob("*/*.unit"))
-    assert "without a file" not in run("store", "stat", "S").out
+    assert "damaged" not in run("store", "stat", "S").out
     second_path.unlink()
     text, lost_text = sorted(
         json.loads(run("store", "ls", "S", "--json").out)["texts"], key=lambda text: text["tokens"]
     )
     assert (text["bytes"], lost_text["bytes"]) == (first_path.stat().st_size, 0)
     assert f"2 texts, {text['bytes']:,} bytes in all\n" in run("store", "ls", "S").out
-    assert "\n  damaged: 1 unit of these without a file (store verify)\n" in run("store", "stat", "S").out
+    lost_text = "without bytes, or after such a unit: no get finds them (store verify)"
+    assert f"\n  damaged: 1 unit {lost_text}\n" in run("store", "stat", "S").out
     run("store", "verify", "S", code=1)
-    assert "without a file" not in run("store", "stat", "S").out
+    assert "damaged" not in run("store", "stat", "S").out
 
 
 @pytest.mark.parametrize("is_remote", [False, True], ids=["directory", "url"])

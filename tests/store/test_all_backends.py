@@ -15,6 +15,8 @@ from prefixes import MODEL, layers_of, same
 from kvmnn import KvmnnError, LayerCache
 from kvmnn.arrays.opaque_state import make_state
 from kvmnn.store import PrefixStore, write_prefix
+from kvmnn.store.directory.backend import DirectoryBackend
+from kvmnn.store.metrics import format_prometheus
 from kvmnn.store.remote.records import make_unit_name
 
 pytest.importorskip("fsspec")
@@ -462,3 +464,34 @@ def test_delete_counts_what_stays_with_a_pinned_beginning(url: str) -> None:
         assert store.count_labelled("long") == 0
         store.unpin(text[:100], model=MODEL)
         assert store.delete(text, model=MODEL).kept == ""
+
+
+def test_stats_count_units_that_no_get_finds(url: str) -> None:
+    """One that the server took, or whose file is lost, and both that go on from it."""
+    begin = [*range(8)]
+    texts = [begin, [*begin, *range(60, 71)], [*begin, *range(80, 90)], [5, *begin]]
+    state = [make_state(3, "recurrent_states", bytes(64), dtype="float32", shape=(4, 4))]
+    with PrefixStore(url, block_tokens=4, namespace="a") as store, PrefixStore(url, namespace="b") as other:
+        for ids in texts:
+            put(store, ids)
+        other.put(begin, layers_of(begin), model=MODEL, states=state)
+        assert store.stats().lost_units == 0 and "damaged" not in str(store.stats())
+        backend = store._backend
+        if isinstance(backend, DirectoryBackend):
+            min(backend.folder.rglob("*.unit")).unlink()
+        else:
+            (own,) = (namespace for namespace in backend.list_namespaces() if namespace.tenant == "a")
+            (unit,) = [
+                record.unit
+                for record in backend.list_valid_records()
+                if record.parent == own.key and record.ids.tolist() == begin
+            ]
+            backend.key_values.delete([make_unit_name(unit)])
+        stats = store.stats()
+        assert stats.to_dict()["lost_units"] == stats.lost_units == 3
+        lost_text = "\n  damaged: 3 units without bytes, or after such a unit: no get finds them (store verify)\n"
+        assert lost_text in str(stats)
+        assert other.stats().lost_units == 0 and store.stats(all_namespaces=True).lost_units == 3
+        assert "\nkvmnn_store_lost_units 3\n" in format_prometheus(store.usage(), stats)
+        store.verify()
+        assert (store.stats().lost_units, store.stats().units) == (0, 1)

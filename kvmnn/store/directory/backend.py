@@ -1077,6 +1077,10 @@ class DirectoryBackend:
             )
             by_space = [(self._parse_space(document), number) for document, number in rows]
             own_units = cursor.list_numbers(f"SELECT id FROM unit WHERE {own}", ())
+        lost_units = list(self._list_lost_units(own_units))
+        if lost_units:
+            with self.index.begin_reading() as cursor:
+                lost_units = index_updates.list_all_with_descendants(cursor, lost_units)
         headers = self._read_sampled_headers(_MAX_SAMPLED_UNITS)
         loss = join_losses(*(self.get_loss(namespace) for namespace, _ in by_space))
         # a record may be of a text that was removed since: all heads are looked at then, else the first and last
@@ -1100,7 +1104,7 @@ class DirectoryBackend:
             is_lossy=self.settings.is_lossy or any(header.is_lossy for header in headers),
             loss=(loss or UNREADABLE_LOSS) if is_rounded else "",
             attention_units=self._count_attention_units(own) if self.settings.is_lossy else None,
-            lost_units=len(self._list_lost_units(own_units)),
+            lost_units=len(lost_units),
             asked_tokens=requested_tokens,
             found_tokens=hit_tokens,
         )

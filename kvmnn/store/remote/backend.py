@@ -629,12 +629,15 @@ class RemoteBackendBase:
                 return evicted
         return []
 
-    def list_stored_records(self, tenant: str | None = None) -> list[UnitRecord]:
+    def list_stored_records(
+        self, tenant: str | None = None, valid_records: Sequence[UnitRecord] | None = None
+    ) -> list[UnitRecord]:
         """List the records whose units are stored, of a tenant or (None) of all, each unit once.
 
-        The names of units are listed for it, after the records: what is put meanwhile has its unit then.
+        The names of units are listed for it, after the records (`valid_records`, if they were listed before): what is
+        put meanwhile has its unit then.
         """
-        valid_records = self.list_valid_records()
+        valid_records = self.list_valid_records() if valid_records is None else valid_records
         stored_names = set(self.key_values.list_names("units"))
         keys = {namespace.key for namespace in self.list_namespaces() if tenant in (None, namespace.tenant)}
         record_by_unit = {

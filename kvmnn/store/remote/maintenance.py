@@ -156,19 +156,7 @@ class RemoteBackend(RemoteBackendBase):
         namespaces = {record.namespace_key.hex() for record in stored_records}
         foreign_names = sorted(name for name in stored_names if not _UNIT_NAME_REGEX.fullmatch(name))
         unused_names = [f"units/{name}" for name in sorted(stored_names - known_names - set(foreign_names))]
-        reached_units = {
-            record.unit for record in _iter_in_order(stored_records, self.block_tokens, with_orphans=False)
-        }
-        keys_with_layers = {namespace.key for namespace in self.list_namespaces() if namespace.layers}
-        reached_units |= {
-            state.unit for state in _select_states(stored_records) if state.namespace_key not in keys_with_layers
-        }
-        reached_units -= {
-            state.unit
-            for state in _select_states(stored_records)
-            if state.namespace_key in keys_with_layers and not _has_end_unit(stored_records, state, self.block_tokens)
-        }
-        unreachable_units = {record.unit for _, record in named_records if record is not None} - reached_units
+        unreachable_units = self._find_unreachable(stored_records)
         orphans = [candidate for candidate in stored_records if candidate.unit in unreachable_units]
         self.delete_records(orphans)
         unused_use_names = [f"uses/{name}" for name in uses if name not in known_names]
@@ -191,6 +179,28 @@ class RemoteBackend(RemoteBackendBase):
             excess_bytes=count_excess_bytes(self._last_bytes.get(None, 0), max_bytes),
             foreign=tuple(sorted({*(f"units/{name}" for name in foreign_names), *self.key_values.list_foreign()})),
         )
+
+    def _find_unreachable(self, stored_records: Sequence[UnitRecord]) -> set[int]:
+        """Return the units that no search reaches: after a unit that none of the records has, or states without end."""
+        keys_with_layers = {namespace.key for namespace in self.list_namespaces() if namespace.layers}
+        ends_by_state = find_ends_of_states(stored_records, self.block_tokens)
+        reached_units = {
+            record.unit for record in _iter_in_order(stored_records, self.block_tokens, with_orphans=False)
+        }
+        for state in _select_states(stored_records):
+            if state.namespace_key not in keys_with_layers:
+                reached_units.add(state.unit)
+            elif state.unit not in ends_by_state:
+                reached_units.discard(state.unit)
+        return {record.unit for record in stored_records} - reached_units
+
+    def _list_with_lost(self) -> tuple[list[UnitRecord], dict[int, UnitRecord]]:
+        """List the records whose units are stored, and those of units that no search finds, by their units."""
+        valid_records = self.list_valid_records()
+        stored_records = self.list_stored_records(valid_records=valid_records)
+        lost_units = {record.unit for record in valid_records} - {record.unit for record in stored_records}
+        lost_units |= self._find_unreachable(stored_records)
+        return stored_records, {record.unit: record for record in valid_records if record.unit in lost_units}
 
     def verify(self, threads: int | None) -> StoreVerifyResult:
         stored_names = self.key_values.list_names("units")
@@ -368,7 +378,11 @@ class RemoteBackend(RemoteBackendBase):
         namespaces = self._get_own_namespaces()
         if all_namespaces:
             namespaces = {namespace.key: namespace for namespace in self.list_namespaces()}
-        all_records = [record for record in self.list_stored_records() if record.namespace_key in namespaces]
+        stored_records, lost_records = self._list_with_lost()
+        if lost_records:  # unless a put or an eviction was at work between the lists
+            lost_units = lost_records.keys() & self._list_with_lost()[1].keys()
+            lost_records = {unit: lost_records[unit] for unit in lost_units}
+        all_records = [record for record in stored_records if record.namespace_key in namespaces]
         states = _select_states(all_records)
         unit_records = [record for record in all_records if not isinstance(record, StateRecord)]
         size = self.block_tokens
@@ -397,6 +411,7 @@ class RemoteBackend(RemoteBackendBase):
             is_lossy=self.settings.is_lossy or any(header.is_lossy for header in headers),
             loss=join_losses(*(self.get_loss(namespaces[key]) for key in sorted(rounded_keys)))
             or (UNREADABLE_LOSS if is_rounded else ""),
+            lost_units=sum(record.namespace_key in namespaces for record in lost_records.values()),
             asked_tokens=requested_tokens,
             found_tokens=hit_tokens,
         )

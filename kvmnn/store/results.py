@@ -329,7 +329,7 @@ def explain_kept_part(num_removed: int, num_left: int, num_needed: int, *, is_pi
 class StoreVerifyResult(Record):
     """Result of a verification."""
 
-    #: Intact units, their tokens, and bytes of their files.
+    #: Intact units, the sum of their tokens (those that several units have, in each), and bytes of their files.
     units: int
     tokens: int
     bytes: int
@@ -357,7 +357,8 @@ class StoreVerifyResult(Record):
         is_mixed = 0 < self.lossy_units < self.units
         unit_text = _pluralize(self.units, "unit", is_lossy=self.lossy_units > 0 and not is_mixed)
         unit_text += f" ({self.lossy_units:,} {LOSSY})" if is_mixed else ""
-        summary = f"{unit_text}, {self.tokens:,} tokens, {self.bytes:,} bytes{_format_states(self.states)}"
+        token_text = _format_unit_tokens(self.units, self.tokens)
+        summary = f"{unit_text}, {token_text}, {self.bytes:,} bytes{_format_states(self.states)}"
         proof = "all of it decoded and compared with its checksums"
         summary += f": {self.label} ({proof})" if self.label == LOSSLESS else f": {proof}"
         summary = summary if self.units or self.states else "no units are stored"
@@ -599,14 +600,16 @@ class NamespaceStats(Record):
 
     #: Its name; empty for the texts of none.
     name: str
-    #: Its units, those of windows and state included, their tokens, and bytes of their files.
+    #: Its units, those of windows and state included, the sum of their tokens (those that several units have, in each),
+    #: and bytes of their files.
     units: int
     tokens: int
     bytes: int
 
     def __str__(self) -> str:
         name_text = f"namespace {self.name}" if self.name else "no namespace"
-        return f"{name_text}: {pluralize(self.units, 'unit')}, {self.tokens:,} tokens, {self.bytes:,} bytes"
+        token_text = _format_unit_tokens(self.units, self.tokens)
+        return f"{name_text}: {pluralize(self.units, 'unit')}, {token_text}, {self.bytes:,} bytes"
 
 
 def sum_by_namespace(counts: Iterable[tuple[str, int, int, int]]) -> list[NamespaceStats]:
@@ -625,7 +628,8 @@ def sum_by_namespace(counts: Iterable[tuple[str, int, int, int]]) -> list[Namesp
 class StoreStats(Record):
     """Contents of a store, and hits of this object."""
 
-    #: Stored sequences (`StoreEntry`), units, whole blocks, and tokens; partial blocks count as tokens only.
+    #: Stored sequences (`StoreEntry`), units, whole blocks, and the sum of the tokens of units, of partial blocks too:
+    #: tokens that several units have, as texts part within a block, count in each, as their bytes do.
     texts: int
     units: int
     blocks: int
@@ -683,7 +687,7 @@ class StoreStats(Record):
         lines = [
             f"{pluralize(self.texts, 'text')}: {pluralize(self.units, 'unit')}, "
             f"{pluralize(self.blocks, 'whole block')}, "
-            f"{self.tokens:,} tokens{_format_states(self.states)}",
+            f"{_format_unit_tokens(self.units, self.tokens)}{_format_states(self.states)}",
             f"  {self.raw_bytes:,} -> {self.bytes:,} bytes" + (f", ratio {self.ratio:.4f}" if self.bytes else ""),
             f"  {self.pinned:,} pinned, {pluralize(self.sessions, 'session')}, codec {self.codec}, "
             f"policy {self.policy}",
@@ -715,6 +719,11 @@ class StoreStats(Record):
 def _pluralize(number: int, noun: str, *, is_lossy: bool) -> str:
     """Return a number of units or tokens; of rounded ones with the word that says so."""
     return pluralize(number, f"{LOSSY} {noun}" if is_lossy else noun)
+
+
+def _format_unit_tokens(num_units: int, num_tokens: int) -> str:
+    """Return a number of tokens, and that it is of units: two that part within a block both have its beginning."""
+    return f"{num_tokens:,} tokens{' summed over units' if num_units > 1 else ''}"
 
 
 def _format_states(num_states: int) -> str:

@@ -495,3 +495,19 @@ def test_stats_count_units_that_no_get_finds(url: str) -> None:
         assert "\nkvmnn_store_lost_units 3\n" in format_prometheus(store.usage(), stats)
         store.verify()
         assert (store.stats().lost_units, store.stats().units) == (0, 1)
+
+
+def test_stats_say_that_tokens_are_summed_over_units(url: str) -> None:
+    """Two texts of 400 tokens that part after 100 have 700, of which units have 736."""
+    texts = [[*range(100), *range(first, first + 300)] for first in (1000, 2000)]
+    with PrefixStore(url) as store:
+        put(store, texts[0])
+        assert ", 400 tokens\n" in str(store.stats()) and ", 400 tokens, " in str(store.verify())
+        put(store, texts[1])
+        assert store.stats().tokens == store.verify().tokens == 736
+        assert ", 736 tokens summed over units\n" in str(store.stats())
+        assert ", 736 tokens summed over units, " in str(store.verify())
+        assert ", 736 tokens summed over units, " in str(store.namespaces()[0])
+        assert "# HELP kvmnn_store_tokens Tokens of all units; those that several units have count in each.\n" in (
+            format_prometheus(store.usage(), store.stats())
+        )

@@ -118,7 +118,7 @@ def test_transform_store_says_lossy_and_rounds_as_streams_do(
         assert store.stats().to_dict()["is_lossy"] and store.ls().to_dict()["texts"][0]["is_lossy"]
         verified = store.verify()
         assert (verified.damaged, verified.lossy_units) == ((), verified.units)
-        assert str(verified).startswith(f"{verified.units} LOSSY units, 700 tokens")
+        assert str(verified).startswith(f"{verified.units} LOSSY units, 700 tokens summed over units, ")
         assert str(store.find(IDS, model=MODEL)) == "700 LOSSY" and str(store.find([5], model=MODEL)) == "0"
         assert str(store.pin(IDS, model=MODEL)) == "700 LOSSY tokens: pinned"
         assert "removed 0 LOSSY units" in str(store.gc())

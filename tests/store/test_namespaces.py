@@ -106,7 +106,7 @@ def test_namespaces_are_listed_with_their_bytes(url: str, encryption: str, run) 
         assert [entry["bytes"] for entry in document["namespaces"]] == [sizes[name][1] for name in ("", "a", "b")]
         assert (document["tokens"], document["bytes"]) == (444, sum(nbytes for _, nbytes in sizes.values()))
         assert (
-            f"namespace b: 2 units, 140 tokens, {sizes['b'][1]:,} bytes"
+            f"namespace b: 2 units, 140 tokens summed over units, {sizes['b'][1]:,} bytes"
             in run("store", "stat", url, "--namespaces").out
         )
         assert "namespaces" not in json.loads(run("store", "stat", url, "--json").out)

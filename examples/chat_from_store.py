@@ -36,8 +36,7 @@ def main(model, folder, name="chat", *options):
     llm.load(), llm.generate_init()
     engine, said, answers, stored, loss = llm._c_obj, [], [], 0, ""
     with PrefixStore(folder, max_bytes=4 << 30) as store:
-        if name in store.sessions():
-            session = store.resume(name)
+        if (session := store.resume(name) if name in store.sessions() else None) is not None:
             said, stored, loss = session.token_ids, session.prefix.tokens, session.prefix.loss
         if stored:
             write_prefix(session.prefix, said, ready, where=folder, geometry=LAYOUT, name="p", model=model)
@@ -50,9 +49,9 @@ def main(model, folder, name="chat", *options):
             said += [int(token) for token in answers[num_before:]]
             print(said[-8:] if options else "".join(map(llm.tokenizer_decode, answers[num_before:])), flush=True)
         tokens = engine.get_current_history()  # without a last token that ends the text
-        cache = PackedOptions(geometry=LAYOUT, valid_tokens=(tokens,), model=model, pid=os.getpid())
-        layers = read_layer_caches(kvmnn.open(live, packed=cache))
-        print(store.park(name, said[:tokens], layers, model=fingerprint, loss=loss))
+        packed = PackedOptions(geometry=LAYOUT, valid_tokens=(tokens,), model=model, pid=os.getpid())
+        cache = read_layer_caches(kvmnn.open(live, packed=packed))
+        print(store.park(name, said[:tokens], cache, model=fingerprint, loss=loss))
 
 
 if __name__ == "__main__":

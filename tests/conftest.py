@@ -82,6 +82,14 @@ def without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     run_jobs_in_process(monkeypatch)
 
 
+@pytest.fixture
+def shared_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shipped model is opened once in this process, not by every evaluation and command."""
+    from shared_sessions import share_sessions
+
+    share_sessions(monkeypatch)
+
+
 @pytest.fixture(scope="session")
 def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The folder with the files of `fixtures/<name>`, an archive unpacked once; tests leave it as it is."""

@@ -11,6 +11,11 @@ import pytest
 TOKENS = 70
 
 
+@pytest.fixture(autouse=True)
+def one_session(shared_sessions: None) -> None:
+    """The shipped model is opened once for all commands in a process."""
+
+
 @pytest.fixture
 def prefix(tmp_path, monkeypatch):
     """A prefix cache `p` of two layers as an engine on AVX2 leaves it, and the options that describe it."""

@@ -41,7 +41,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "llama"
 
 
-def measure_cells(model: Path, settings: EvaluationSettings, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], int]:
+def measure_cells(
+    model: Path, texts: int, settings: EvaluationSettings, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[Any], int]:
     """All cells without their times, and the tokens that the model read."""
     cells, counts = [], []
 
@@ -60,20 +62,20 @@ def measure_cells(model: Path, settings: EvaluationSettings, monkeypatch: pytest
     with monkeypatch.context() as patch:
         patch.setattr("kvmnn.evaluation.runner.run_tasks", run)
         patch.setattr(DecoderSession, "run_step", count)
-        evaluate(model, TEXTS, POLICIES, [40], codecs=CODECS, settings=settings, jobs=0)
+        evaluate(model, TEXTS[:texts], POLICIES, [40], codecs=CODECS, settings=settings, jobs=0)
     return cells, sum(counts)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("prompt", [0, 48])
+@pytest.mark.parametrize(("prompt", "texts"), [(0, 1), (48, 2)])
 def test_replayed_steps_give_the_numbers_of_computed_ones(
-    model: Path, monkeypatch: pytest.MonkeyPatch, prompt: int
+    model: Path, monkeypatch: pytest.MonkeyPatch, prompt: int, texts: int
 ) -> None:
     settings = EvaluationSettings(tokens=96, chunk=8, prompt=prompt, timing=False)
-    replayed, num_tokens = measure_cells(model, settings, monkeypatch)
+    replayed, num_tokens = measure_cells(model, texts, settings, monkeypatch)
     monkeypatch.setattr(measure, "read_full_cache_run", lambda path: None)
-    computed, num_all_tokens = measure_cells(model, settings, monkeypatch)
-    assert len(replayed) == len(computed) > 2 * 20
+    computed, num_all_tokens = measure_cells(model, texts, settings, monkeypatch)
+    assert len(replayed) == len(computed) > texts * 20
     assert replayed == computed
     assert num_tokens < 0.8 * num_all_tokens
 

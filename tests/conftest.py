@@ -48,7 +48,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave the 13,000 tests out of garbage collections: going through them takes a quarter of a second each time."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000)  # as kvmnn's own processes do
 
 
 @pytest.fixture

@@ -252,6 +252,10 @@ ROUNDED_TEXT: Final = "K and V are rounded"
 """The beginning of what sources record that transform streams rounded."""
 
 
+COMPACTED_TEXT: Final = "compacted: "
+"""The beginning of what documents of compacted packed files record; rows of evicted tokens stay in these files."""
+
+
 def join_losses(*losses: str) -> str:
     """Join sentences about what K and V have lost, the first loss first; empty and repeated ones are left out."""
     joined = ""

@@ -32,7 +32,15 @@ from ..arrays.array import Chunk, LazyArray
 from ..arrays.completeness import Completeness, describe_scope, format_missing
 from ..arrays.engine_metadata import add_completeness_metadata, dump_metadata
 from ..arrays.naming import parse_layer, parse_part
-from ..arrays.source import DEQUANTIZED_KEY, FILE_KEY, Source, check_source, list_losses, qualify_label
+from ..arrays.source import (
+    DEQUANTIZED_KEY,
+    FILE_KEY,
+    LOSSY_KEY,
+    Source,
+    check_source,
+    list_losses,
+    qualify_label,
+)
 from ..dtypes import PARTS, Part
 from ..errors import KvmnnError, ManifestError, OptionError, OutputError, SourceError
 from ..files.atomic import BinaryStream, DirectoryOutput, FileOutput, StagedFile, is_device, refuse_input_folder
@@ -923,4 +931,5 @@ def _write_to_stream(
     frame, bundle_manifest = encode_to_memory(array, options, progress, plans)
     stream.write(frame)
     stream.flush()
-    return bundle_manifest
+    losses = {key: text for key, text in source.metadata.items() if key in (LOSSY_KEY, DEQUANTIZED_KEY)}
+    return replace(bundle_manifest, metadata=losses)

@@ -7,9 +7,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
+from mlx_files import safetensors
 
 import kvmnn
 
@@ -285,6 +287,16 @@ def test_encode_npy_from_standard_input():
     buffer = io.BytesIO()
     np.save(buffer, KEYS)
     assert shell("encode", "-", data=buffer.getvalue()).stdout == kvmnn.encode(KEYS)
+
+
+def test_encode_to_a_stream_has_the_label_of_what_was_lost(here):
+    metadata = {"kvmnn.lossy": "rounded by a cast: fp32 to fp16"}
+    tensors = {"layer_0.key": ("F16", list(KEYS.shape), KEYS.tobytes())}
+    Path("k.safetensors").write_bytes(safetensors(Random(0), tensors, metadata))
+    source = kvmnn.open("k.safetensors")
+    results = [kvmnn.bundle.encode_source(source, output) for output in (io.BytesIO(), "k.frame")]
+    assert {result.label for result in results} == {"LOSSLESS copy of LOSSY K and V"}
+    assert "LOSSY: rounded by a cast: fp32 to fp16" in str(results[0])
 
 
 def test_encode_several_frames_to_standard_output_is_refused(here, run):

@@ -193,6 +193,8 @@ def test_transform_streams_say_lossy_and_keep_their_promise(
     for against in (None, kvmnn.open(cache)):
         verified = verify_layers(str(tmp_path / "streams"), against)
         assert verified.ok and verified.label == "LOSSY" and "LOSSLESS" not in str(verified)
+        figures = {name: getattr(result.document, name) for name in ("tokens", "raw_bytes", "stored_bytes", "ratio")}
+        assert {name: verified.to_dict()[name] for name in figures} == figures
     other = save_folder(tmp_path / "other", make_cache(200, 6))
     assert not verify_layers(str(tmp_path / "streams"), kvmnn.open(other)).ok
 

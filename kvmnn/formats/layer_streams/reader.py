@@ -365,6 +365,35 @@ class LayerStreamsInfo(Record):
             return "DIFFERS"
         return self.document.get_label(is_proved=self.proof is not None)
 
+    @property
+    @json_key(after="label")
+    def tokens(self) -> int:
+        """Return the largest number of tokens of a layer."""
+        return self.document.tokens
+
+    @property
+    @json_key(after="tokens")
+    def raw_bytes(self) -> int:
+        """Return the bytes of K and V of the layers whose streams are there."""
+        return sum(entry.raw_bytes for entry in self._present_layers)
+
+    @property
+    @json_key(after="raw_bytes")
+    def stored_bytes(self) -> int:
+        """Return the bytes of the streams that are there, and of a profile of this cache alone."""
+        profile_bytes = 0 if self.document.profile_file in self.missing else self.document.profile_bytes or 0
+        return sum(entry.nbytes for entry in self._present_layers) + profile_bytes
+
+    @property
+    @json_key(after="stored_bytes")
+    def ratio(self) -> float:
+        """Return `raw_bytes` over `stored_bytes`."""
+        return compute_ratio(self.raw_bytes, self.stored_bytes)
+
+    @property
+    def _present_layers(self) -> list[LayerStreamEntry]:
+        return [entry for entry in self.document.layers if entry.file not in self.missing]
+
     def __str__(self) -> str:
         document = self.document
         if self.difference is not None:
@@ -385,16 +414,11 @@ class LayerStreamsInfo(Record):
         codec = ", ".join(
             [document.codec, *(f"{name}={_format_value(value)}" for name, value in document.options.items())]
         )
-        present = [entry for entry in document.layers if entry.file not in self.missing]
-        count_text = f"{len(present):,} of " if self.missing else ""
-        raw_bytes, stored_bytes = sum(entry.raw_bytes for entry in present), sum(entry.nbytes for entry in present)
-        if document.profile_file not in self.missing:
-            stored_bytes += document.profile_bytes or 0
+        count_text = f"{len(self._present_layers):,} of " if self.missing else ""
         lines = [
             f"{self.input}: {count_text}{pluralize(len(document.layers), 'layer stream')} ({escape_control(codec)}), "
-            f"{pluralize(document.tokens, 'token')}, {raw_bytes:,} -> {stored_bytes:,} bytes, "
-            f"ratio {compute_ratio(raw_bytes, stored_bytes):.4f}{proof}"
-            f"{format_rate(raw_bytes, self.seconds) if self.proof else ''}"
+            f"{pluralize(self.tokens, 'token')}, {self.raw_bytes:,} -> {self.stored_bytes:,} bytes, "
+            f"ratio {self.ratio:.4f}{proof}{format_rate(self.raw_bytes, self.seconds) if self.proof else ''}"
         ]
         if self.missing:
             names = ", ".join(self.missing[:_MAX_NAMED_FILES])

@@ -24,7 +24,7 @@ from ..._util.validation import validate_int
 from ...arrays.completeness import require_complete
 from ...arrays.engine_cache import positions_to_runs
 from ...arrays.layers import collect_layer_arrays
-from ...arrays.source import list_losses, qualify_label
+from ...arrays.source import COMPACTED_TEXT, list_losses, qualify_label
 from ...bundle.passthrough import POSITIONS_NAME, TOKEN_IDS_NAME
 from ...dense import RopeConfig
 from ...dtypes import Bytes, Positions
@@ -482,8 +482,21 @@ def _write_compacted_files(
     for file_name in names[2 * len(after.layers) :]:
         file = output_folder.open_file(file_name)
         if file_name.endswith(CACHE_SIDECAR_SUFFIX):
-            recorded_info = add_losses(after, *(rerotation.result.losses if rerotation else ()))
+            losses = rerotation.result.losses if rerotation else ()
+            recorded_info = add_losses(after, _describe_eviction(info, after), *losses)
             file.write((cache_info.dump_cache_info(recorded_info) + "\n").encode())
+
+
+def _describe_eviction(before: CacheInfo, after: CacheInfo) -> str:
+    """Return what the document of a compacted cache is to say of its tokens; empty if all stay."""
+    num_after, num_before = (sum(layer.tokens for layer in info.layers) for info in (after, before))
+    if num_after == num_before:
+        return ""
+    pairs = {(layer.tokens, old.tokens) for layer, old in zip(after.layers, before.layers, strict=True)}
+    if len(pairs) == 1:
+        ((num_after, num_before),) = pairs
+        return f"{COMPACTED_TEXT}{num_after:,} of {num_before:,} tokens are here"
+    return f"{COMPACTED_TEXT}{num_after:,} of {num_before:,} tokens of all layers are here"
 
 
 def _check_upstream(info: CacheInfo, plans: Sequence[CompactionPlan]) -> None:

@@ -16,7 +16,7 @@ from ..._util.text import pluralize as count_of
 from ...arrays.array import UnsupportedArrayError
 from ...arrays.completeness import SHIFTED_KEYS_TEXT, Completeness, add_missing_state
 from ...arrays.layers import format_array_name
-from ...arrays.source import LOSSY_KEY, PACKED_FILES_KEY, Source, join_losses
+from ...arrays.source import COMPACTED_TEXT, LOSSY_KEY, PACKED_FILES_KEY, Source, join_losses
 from ...bundle.manifest import MANIFEST_NAME, dump_packed_record
 from ...dtypes import PARTS
 from ...errors import KvmnnError, MissingFileError, OptionError, SourceError, UnsuitableOptionError
@@ -51,7 +51,7 @@ from .layout_inference import (
     list_token_doubts,
 )
 from .model import check_model_agrees, read_model_geometry, try_compute_fingerprint
-from .packed_files import DamagedFilesError, PackedFiles, describe_marker, find_prefix, list_prefix_names
+from .packed_files import DamagedFilesError, PackedFiles, describe_marker, find_prefix, has_gaps, list_prefix_names
 from .packed_io import account_for_files, find_difference, make_packed_array, make_unused_arrays
 
 PACKED_SUFFIXES = (".k", ".v")
@@ -197,6 +197,11 @@ def open_packed_files(files: PackedFiles, options: PackedOptions) -> PackedCache
     if row_counts is not None:
         conflicts.append(_check_contents(files, options, info, choice, row_counts, notes))
         omitted_rows_text = describe_omitted_rows(files, match, row_counts, tokens)
+    elif sidecar_info and not (match.layout.is_quantized or options.is_of_frames or _has_evicted_rows(info)):
+        row_counts = count_nonempty_rows(files, match, choice.layouts)
+        document_name = files.name + cache_info.CACHE_SIDECAR_SUFFIX
+        notes += list_token_doubts(row_counts, tokens, document_name)[0]  # the engine may have written the files since
+        omitted_rows_text = describe_omitted_rows(files, match, row_counts, tokens)
     ignored_conflict = "; ".join(filter(None, conflicts))
     return PackedCacheReader(files, info, tuple(notes), ignored_conflict, omitted_rows_text)
 
@@ -319,6 +324,11 @@ def _check_contents(
     elif options.valid_tokens or options.token_ids:
         notes += [*more_tokens_doubts, *fewer_tokens_doubts]
     return conflict
+
+
+def _has_evicted_rows(info: CacheInfo) -> bool:
+    """Return whether rows after the live tokens are expected: those of tokens that were evicted."""
+    return COMPACTED_TEXT in info.loss or has_gaps(info)
 
 
 def _check_empty_rows(files: PackedFiles, options: PackedOptions, problem: str) -> str:

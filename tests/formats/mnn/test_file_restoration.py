@@ -120,19 +120,39 @@ def test_encode_fewer_tokens_than_rows_keeps_all_files(prefix, run):
         assert len(live) == 4 and all(np.array_equal(live[name], rows[name][:, :40]) for name in rows)
 
 
+def test_unpack_document_of_fewer_tokens_than_rows_gives_a_note(prefix, run):
+    """An engine that computed the prefix again, with more tokens, leaves the document of the older one."""
+    run("encode", prefix, *GEOMETRY, "--backend", "x86-avx2", "--valid-tokens", 40, "-o", "b/")
+    run("decode", "b", "-o", "r/")
+    note = "rows after the 40 tokens are not zero, up to row 50: more tokens may be live than sys.kvmnn.json says"
+    assert note in run("mnn", "unpack", "r", "-o", "r.npz").err
+    assert note in run("inspect", "r").out
+
+
+def test_compacted_prefix_records_what_was_evicted_as_a_loss(prefix, run):
+    run("mnn", "compact", prefix, *FRESH, "--remove", 40, "--reserve", "0:10,20:5", "-o", "small/")
+    unpacked = run("mnn", "unpack", "small", "-o", "small.npz")
+    assert "more tokens may be live" not in unpacked.err  # rows of evicted tokens are expected
+    loss = "LOSSY: compacted: 25 of 50 tokens are here"
+    assert "LOSSLESS copy of LOSSY K and V" in unpacked.out and loss in unpacked.out
+    encoded = run("encode", "small.npz", "-o", "f/").out
+    assert "LOSSLESS copy of LOSSY K and V" in encoded and loss in encoded
+
+
 def test_encode_compacted_prefix_keeps_stale_rows(prefix, run):
     run("mnn", "compact", prefix, *FRESH, "--remove", 40, "--reserve", "0:10,20:5", "-o", "small/")
     made = json.loads(run("encode", "small/", "-o", "b/", "--json").out)
-    assert made["label"] == "LOSSLESS" and made["raw_bytes"] == 12_800
+    assert made["label"] == "LOSSLESS copy of LOSSY K and V" and made["raw_bytes"] == 12_800
     room = made["packed_files"]
     assert room["room_bytes"] == 62_464 and 0 < room["room_stored_bytes"] < 30_000
     said = run("decode", "b", "-o", "r/").out
     assert "sha256 of the files that were encoded" in said
     assert read_files("r") == read_files("small")
-    assert "LOSSLESS (every byte compared with small/)" in run("verify", "b", "--against", "small/").out
+    proof = "LOSSLESS copy of LOSSY K and V (every byte compared with small/)"
+    assert proof in run("verify", "b", "--against", "small/").out
     Path("small/sys.kvmnn.json").unlink()  # the manifest says which rows are live
     verified = run("verify", "b", "--against", "small/")
-    assert "LOSSLESS (every byte compared with small/)" in verified.out and "--valid-tokens" not in verified.err
+    assert proof in verified.out and "--valid-tokens" not in verified.err
     assert "DIFFERS" in run("verify", "b", "--against", prefix, code=1).err
     run("mnn", "compact", prefix, *FRESH, "--remove", 40, "--reserve", "0:10,20:5", "-fo", "small/")
     stored = room["room_stored_bytes"]

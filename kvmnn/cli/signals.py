@@ -45,12 +45,14 @@ def unwind_on_signals(*, is_last: bool = False) -> Iterator[None]:
     errors = {getattr(signal, name): error for name, (_, error) in handling_by_name.items() if hasattr(signal, name)}
     old_handlers: dict[int, Any] = {}
     first: float | None = None
+    is_delayed = False  # once the block has ended, a delayed signal has nothing left to end
 
     def handle_signal(signal_number: int, frame: FrameType | None) -> None:
-        nonlocal first
+        nonlocal first, is_delayed
         if first is not None and time.monotonic() - first < _CLEANUP_SECONDS:
             return
         if _must_delay(frame):
+            is_delayed = True
             _thread.start_new_thread(
                 _raise_again, (signal_number,)
             )  # a Thread's own start takes locks, which may be held here
@@ -71,7 +73,7 @@ def unwind_on_signals(*, is_last: bool = False) -> Iterator[None]:
         yield
     finally:
         for signal_number, handler in old_handlers.items():
-            signal.signal(signal_number, signal.SIG_IGN if is_last and first is not None else handler)
+            signal.signal(signal_number, signal.SIG_IGN if is_last and (first is not None or is_delayed) else handler)
 
 
 def _raise_again(signal_number: int) -> None:

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TextIO
 
 from ..errors import REPLACE_HINT, KvmnnError, MissingDependencyError, OptionError
@@ -70,7 +70,8 @@ def _end_process(code: int) -> None:
     helpers = sys.modules.get("kvmnn._util.parallel")
     if helpers is None or not helpers.any_alive():
         if helpers is not None:
-            helpers.stop_idle_threads()
+            with suppress(KeyboardInterrupt):  # nothing is left to end
+                helpers.stop_idle_threads()
         if threading.active_count() > 1 or sys.getprofile() or sys.gettrace() or sys.flags.inspect:
             gc.freeze()  # or the end of Python would look for cycles among all modules
             return

@@ -255,6 +255,8 @@ class CleanupResult(Record):
     foreign: tuple[str, ...] = ()
     #: Labels of shorter sequences that began a deleted one and went with it.
     lost_labels: tuple[str, ...] = field(default=(), metadata={"omit": True})
+    #: Sessions that have token ids of a deleted sequence until `PrefixStore.forget`.
+    sessions: tuple[str, ...] = field(default=(), metadata={"omit": True})
     #: Bytes above the limit of a garbage collection that are left, as pins keep them.
     excess_bytes: int = field(default=0, metadata={"omit": True})
     #: Whether the store is one of transform streams, whose K and V are not exactly those that were put.
@@ -274,6 +276,9 @@ class CleanupResult(Record):
         if self.lost_labels:
             labels_text = ", ".join(map(escape_control, self.lost_labels))
             text += f"\n  shorter texts that began it went with it, as no pin keeps them: {labels_text}"
+        if self.sessions:
+            names = ", ".join(map(escape_control, self.sessions))
+            text += f"\n  its token ids stay in sessions (PrefixStore.forget removes one): {names}"
         if self.young_files:
             young_text = pluralize(self.young_files, "file")
             text += f"\n  that nothing refers to, and left as a put may be at work: {young_text} younger than an hour"

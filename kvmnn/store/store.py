@@ -7,7 +7,7 @@ import re
 import threading
 import time
 from bisect import bisect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -820,10 +820,20 @@ class PrefixStore:
                 unshared_tokens=max(result.unshared_tokens for result in results),
                 dtypes=tuple(namespace.dtype for namespace in namespaces),
                 lost_labels=tuple(sorted({label for label, _ in lost_prefixes})),
+                sessions=tuple(self._list_sessions_of(namespaces, ids)),
                 is_lossy=self.is_lossy,
             )
 
         return self._with_retry(delete)
+
+    def _list_sessions_of(self, namespaces: Collection[Namespace], ids: Ids) -> Iterator[str]:
+        """Yield the names of sessions that begin with a text, or begin it: they have ids of it."""
+        for name in self._backend.list_sessions():
+            with suppress(KvmnnError):  # of a damaged session
+                namespace, session_ids = self._backend.get_session(name)
+                num_common = min(ids.size, session_ids.size)
+                if namespace in namespaces and np.array_equal(ids[:num_common], session_ids[:num_common]):
+                    yield name
 
     def resolve(self, reference: str, *, partial: bool = False, lost: bool = False) -> StoredText:
         """Return the sequence that a label or a handle names.
@@ -1139,8 +1149,7 @@ class PrefixStore:
         listing = self._with_retry(self._backend.list_entries)
         if listing.texts or self._tenant:
             return listing
-        tenants = {namespace.tenant for namespace in self._with_retry(self._backend.list_namespaces)}
-        return replace(listing, namespaces=len(tenants - {""}))
+        return replace(listing, namespaces=len({entry.name for entry in self.namespaces()} - {""}))
 
     def close(self) -> None:
         """Record uses and close the store; a second call does nothing."""

@@ -511,3 +511,31 @@ def test_stats_say_that_tokens_are_summed_over_units(url: str) -> None:
         assert "# HELP kvmnn_store_tokens Tokens of all units; those that several units have count in each.\n" in (
             format_prometheus(store.usage(), store.stats())
         )
+
+
+def test_delete_names_sessions_that_have_the_ids(url: str) -> None:
+    """Their ids are what was said; `forget` removes them."""
+    ids, others = list(range(40)), list(range(100, 120))
+    with PrefixStore(url) as store:
+        store.park("longer", [*ids, 7], layers_of([*ids, 7]), model=MODEL)
+        store.park("shorter", ids[:8], layers_of(ids[:8]), model=MODEL)
+        store.park("another", others, layers_of(others), model=MODEL)
+        put(store, ids)
+        result = store.delete(ids, model=MODEL)
+        assert sorted(result.sessions) == result.to_dict()["sessions"] == ["longer", "shorter"]
+        assert "stay in sessions (PrefixStore.forget removes one): longer, shorter" in str(result)
+        for name in ("longer", "shorter"):
+            store.forget(name)
+        put(store, ids)
+        assert store.delete(ids, model=MODEL).sessions == ()
+
+
+def test_ls_counts_namespaces_that_hold_something(url: str) -> None:
+    ids = list(range(40))
+    with PrefixStore(url, namespace="tenant") as store:
+        put(store, ids)
+        with PrefixStore(url) as plain:
+            assert "no texts outside of the 1 namespace" in str(plain.ls())
+        store.delete(ids, model=MODEL)
+    with PrefixStore(url) as plain:
+        assert str(plain.ls()) == "no texts"

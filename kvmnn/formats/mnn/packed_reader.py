@@ -191,6 +191,8 @@ def open_packed_files(files: PackedFiles, options: PackedOptions) -> PackedCache
         counts = row_counts or count_nonempty_rows(files, match, choice.layouts, tokens)
         empty_rows_loss = _check_empty_rows(files, options, describe_empty_rows(files, counts, tokens))
         info = replace(info, loss=join_losses(info.loss, empty_rows_loss))
+        if sidecar_info is None:
+            _refuse_zero_rows(files, options, counts, tokens)
     conflicts, omitted_rows_text = [], ""
     if size_mismatch and not options.is_of_frames:
         conflicts.append(f"{size_mismatch}: files were cut")
@@ -312,6 +314,17 @@ def _check_contents(
             f"({fewer_tokens_doubts[0].partition(':')[0]}): expected the ids of the tokens that the files hold; "
             "--ignore contradictions takes all ids"
         )
+    if conflict:
+        notes.append(f"the words contradict what was specified: {conflict}")
+    elif options.valid_tokens or options.token_ids:
+        notes += [*more_tokens_doubts, *fewer_tokens_doubts]
+    return conflict
+
+
+def _refuse_zero_rows(
+    files: PackedFiles, options: PackedOptions, row_counts: RowCounts, tokens: tuple[int, ...]
+) -> None:
+    """Raise `UnsuitableOptionError` for more tokens than rows of any layer, where nothing but an option states them."""
     num_rows = row_counts.common_count or min(tokens)
     is_only_specified = options.valid_tokens and not (options.token_ids or options.ignore_contradictions)
     if is_only_specified and num_rows < min(tokens):
@@ -319,11 +332,6 @@ def _check_contents(
             f"{files.path}: --valid-tokens says {min(tokens)}, but K and V of all layers are zero from row {num_rows} "
             f"on (counted from 0): expected at most {num_rows}; --ignore contradictions takes the zero rows as tokens"
         )
-    if conflict:
-        notes.append(f"the words contradict what was specified: {conflict}")
-    elif options.valid_tokens or options.token_ids:
-        notes += [*more_tokens_doubts, *fewer_tokens_doubts]
-    return conflict
 
 
 def _has_evicted_rows(info: CacheInfo) -> bool:

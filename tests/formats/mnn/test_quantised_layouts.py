@@ -167,3 +167,10 @@ def test_repack_of_int8_files_says_why_not(tmp_path, run):
     options = (*HEADS, "--valid-tokens", 90, "--layer-order", ",".join(ADDRESSES), "--target-backend", "arm64-fp16")
     stderr = run("mnn", "repack", tmp_path / "p", *options, "-o", tmp_path / "out", code=1).err
     assert "K lacks a constant for each channel" in stderr and not (tmp_path / "out").exists()
+
+
+def test_unpack_int8_of_more_tokens_than_rows_is_refused(tmp_path, run):
+    write_live(tmp_path / "p", "x86-avx2", "keys", 90)
+    options = (*HEADS, "--layer-order", ",".join(ADDRESSES), "--backend", "x86-avx2,int8=keys")
+    refused = run("mnn", "unpack", tmp_path / "p", *options, "--valid-tokens", 96, "-o", tmp_path / "x.npz", code=2)
+    assert "--valid-tokens says 96, but K and V of all layers are zero from row 90 on" in refused.err

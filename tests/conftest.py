@@ -62,9 +62,9 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., SimpleNamespace]:
     def call(*argv: object, code: int = 0) -> SimpleNamespace:
         capsys.readouterr()
         words = [str(arg) for arg in argv]
-        found = call_main([*" ".join(words[:1]).split(), *words[1:]])
+        exit_code = call_main([*" ".join(words[:1]).split(), *words[1:]])
         streams = capsys.readouterr()
-        assert found == code, streams.err
+        assert exit_code == code, streams.err
         if "--json" in words and SCHEMAS.exists():
             assert not list_problems(" ".join(words).split(" "), streams.out)
         return streams

@@ -20,7 +20,7 @@ _LATENCY_DESCRIPTIONS = {"get": "Seconds of a get.", "put": "Seconds of a put."}
 _GAUGES = {
     "bytes": "Bytes of all units.",
     "raw_bytes": "Bytes of the K and V in them.",
-    "tokens": "Tokens of all units; those that several units have count in each.",
+    "tokens": "Tokens of all units; a token in several units counts in each.",
     "texts": "Stored texts.",
     "units": "Stored units.",
     "lost_units": "Units that no get finds: their bytes, or a unit before them, are gone.",

@@ -334,7 +334,7 @@ def explain_kept_part(num_removed: int, num_left: int, num_needed: int, *, is_pi
 class StoreVerifyResult(Record):
     """Result of a verification."""
 
-    #: Intact units, the sum of their tokens (those that several units have, in each), and bytes of their files.
+    #: Intact units, the sum of their tokens (one in several units counts in each), and bytes of their files.
     units: int
     tokens: int
     bytes: int
@@ -605,7 +605,7 @@ class NamespaceStats(Record):
 
     #: Its name; empty for the texts of none.
     name: str
-    #: Its units, those of windows and state included, the sum of their tokens (those that several units have, in each),
+    #: Its units, those of windows and state included, the sum of their tokens (one in several units counts in each),
     #: and bytes of their files.
     units: int
     tokens: int

@@ -1088,7 +1088,7 @@ class PrefixStore:
     def _collect_texts(self) -> tuple[list[StoredText], set[bytes], int]:
         """Return the listed sequences, the most recently used last, then labelled and pinned ones that begin them.
 
-        With the keys of those that are pinned, and the number of listed ones that cannot be read.
+        Also the keys of pinned sequences, and the number of listed sequences that cannot be read.
         """
         text_by_key = {text.key: text for text in self._backend.iter_texts()}
         keys = [bytes.fromhex(entry.key) for entry in reversed(self._backend.list_entries().texts)]

@@ -28,13 +28,13 @@ def test_report_plots_equal_the_plots_of_eval(run, tmp_path, monkeypatch):
     fixture, text = FIXTURES / "lm", FIXTURES / "lm" / "texts" / "calendar.py.txt"
     run("eval", fixture, "--text", text, "--max-tokens", 48, "--chunk", 8, "--policy", "streaming", "--budget", 16,
         "--no-timing", "--plot", "one", "--plot-format", "svg", "-o", "results.json")  # fmt: skip
-    said = run("report", "results.json", "-o", "other/", "--plot-format", "svg")
+    stdout = run("report", "results.json", "-o", "other/", "--plot-format", "svg").out
     names = sorted(path.name for path in Path("one").iterdir())
     assert sorted(path.name for path in Path("other").iterdir()) == names and "keep_map.svg" in names
     for name in names:
         assert Path("one", name).read_bytes() == Path("other", name).read_bytes(), name
-    assert f"{len(names)} plot files in other" in said.out
-    assert "no keep_ratio_analysis: no policy ran with two values" in said.out
+    assert f"{len(names)} plot files in other" in stdout
+    assert "no keep_ratio_analysis: no policy ran with two values" in stdout
 
 
 @pytest.mark.slow
@@ -42,11 +42,11 @@ def test_report_reads_printed_json(run, tmp_path, saved):
     path = tmp_path / "printed.json"
     path.write_text(json.dumps({"verb": "eval", **json.loads(saved.read_text())}, indent=2))
     assert read_results(path) == read_results(saved) == document()
-    found = json.loads(run("report", path, "-o", tmp_path / "p", "--plot-format", "svg", "--no-titles", "--json").out)
-    assert [Path(name).name for name in found["files"]] == [
+    listing = json.loads(run("report", path, "-o", tmp_path / "p", "--plot-format", "svg", "--no-titles", "--json").out)
+    assert [Path(name).name for name in listing["files"]] == [
         f"{name}.svg" for name in plots.DRAW_FUNCTIONS if name not in ("improvement_summary", "kl_over_bytes")
     ]
-    assert list(found["left_out"]) == ["improvement_summary", "kl_over_bytes"]
+    assert list(listing["left_out"]) == ["improvement_summary", "kl_over_bytes"]
     drawn = b"".join(path.read_bytes() for path in (tmp_path / "p").iterdir())
     assert b"Perplexity over budget" not in drawn and b"perplexity" in drawn
 

@@ -44,7 +44,7 @@ def test_write_plots_writes_all_as_png_and_svg(written: list[Path]) -> None:
 
 @pytest.mark.slow
 def test_write_plots_equal_results_give_equal_bytes(written: list[Path], tmp_path: Path) -> None:
-    """In another process, whatever matplotlib's settings are; they stay as they are."""
+    """In another process, with any settings of matplotlib, which stay unchanged."""
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); from lm_results import document; "
         "from kvmnn.reports import plots; import matplotlib; "

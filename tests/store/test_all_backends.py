@@ -508,7 +508,7 @@ def test_stats_say_that_tokens_are_summed_over_units(url: str) -> None:
         assert ", 736 tokens summed over units\n" in str(store.stats())
         assert ", 736 tokens summed over units, " in str(store.verify())
         assert ", 736 tokens summed over units, " in str(store.namespaces()[0])
-        assert "# HELP kvmnn_store_tokens Tokens of all units; those that several units have count in each.\n" in (
+        assert "# HELP kvmnn_store_tokens Tokens of all units; a token in several units counts in each.\n" in (
             format_prometheus(store.usage(), store.stats())
         )
 

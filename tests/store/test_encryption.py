@@ -736,8 +736,8 @@ def test_copy_texts_to_a_store_with_another_key_keeps_all(
             assert not store.get(IDS, model=MODEL).loss
             assert store.resolve("all").ids.tolist() == IDS
             assert store.resolve(f"beginning of {tenant}").ids.tolist() == begin
-            found = store.get(cast, model="another")
-            assert (found.dtype, found.loss, found.label) == ("fp32", "rounded by a cast", "LOSSY")
+            prefix = store.get(cast, model="another")
+            assert (prefix.dtype, prefix.loss, prefix.label) == ("fp32", "rounded by a cast", "LOSSY")
             assert store.verify().label == "LOSSY"
             assert store.stats().pinned == 1 and store.unpin(begin, model=MODEL).was_pinned
             with PrefixStore(url, key=KEY, namespace=tenant) as old:

@@ -59,6 +59,7 @@ from .packed_files import (
 from .packed_reader import PackedCacheReader
 from .packer import RerotationPlan, plan_rerotation, resolve_prefix_name
 from .prefix_writer import add_losses
+from .row_hashes import dump_prefix_document
 from .token_ids import parse_token_ids
 
 _MAX_PLAN_BYTES: Final = 256 << 20
@@ -484,7 +485,7 @@ def _write_compacted_files(
         if file_name.endswith(CACHE_SIDECAR_SUFFIX):
             losses = rerotation.result.losses if rerotation else ()
             recorded_info = add_losses(after, _describe_eviction(info, after), *losses)
-            file.write((cache_info.dump_cache_info(recorded_info) + "\n").encode())
+            file.write(dump_prefix_document(recorded_info, output_folder.staging_folder))
 
 
 def _describe_eviction(before: CacheInfo, after: CacheInfo) -> str:

@@ -53,6 +53,7 @@ from .layout_inference import (
 from .model import check_model_agrees, read_model_geometry, try_compute_fingerprint
 from .packed_files import DamagedFilesError, PackedFiles, describe_marker, find_prefix, has_gaps, list_prefix_names
 from .packed_io import account_for_files, find_difference, make_packed_array, make_unused_arrays
+from .row_hashes import find_changed_layer
 
 PACKED_SUFFIXES = (".k", ".v")
 
@@ -193,6 +194,8 @@ def open_packed_files(files: PackedFiles, options: PackedOptions) -> PackedCache
         info = replace(info, loss=join_losses(info.loss, empty_rows_loss))
         if sidecar_info is None:
             _refuse_zero_rows(files, options, counts, tokens)
+        else:  # frames that are compared show the first difference
+            info = replace(info, loss=join_losses(info.loss, _check_document(files, options, sidecar_info)))
     conflicts, omitted_rows_text = [], ""
     if size_mismatch and not options.is_of_frames:
         conflicts.append(f"{size_mismatch}: files were cut")
@@ -351,6 +354,25 @@ def _check_empty_rows(files: PackedFiles, options: PackedOptions, problem: str) 
         f"{files.path}: {problem}: {cause} was written in part: compute the prefix again; --ignore contradictions "
         "takes the zero rows as tokens",
         problem,
+    )
+
+
+def _check_document(files: PackedFiles, options: PackedOptions, sidecar_info: CacheInfo) -> str:
+    """Raise `SourceError` for a document that was written for other rows; return what is lost if that is to be ignored.
+
+    Tokens, positions and losses of the rows that are there would be wrong: MNN computes a prefix of a name again and
+    leaves the document.
+    """
+    layer = find_changed_layer(files, sidecar_info)
+    if layer is None:
+        return ""
+    document_name = files.name + cache_info.CACHE_SIDECAR_SUFFIX
+    problem = f"{document_name} was written for other rows than those of layer {layer}"
+    if options.ignore_contradictions:
+        return f"{problem}: its tokens and positions are taken as true"
+    raise SourceError(
+        f"{files.path}: {problem}: MNN computed the prefix again, or the files were changed or damaged: remove "
+        f"{document_name} to read the files without it, or pack them again; --ignore contradictions takes it as it is"
     )
 
 

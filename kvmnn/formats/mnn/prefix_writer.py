@@ -23,7 +23,6 @@ from ...files.atomic import DirectoryOutput, StagedFile, wrap_os_errors
 from ...files.file_names import list_with_contents
 from ...files.mapped_file import MappedFile
 from ...files.schema import Record, json_key
-from ...packed import cache_info
 from ...packed.cache_info import (
     CACHE_SIDECAR_SUFFIX,
     CacheInfo,
@@ -47,6 +46,7 @@ from .packed_files import (
     validate_prefix_name,
 )
 from .packed_io import PackedPartWriter
+from .row_hashes import dump_prefix_document
 
 _READ_CHUNK_BYTES = 8 << 20
 _COMPARE_CHUNK_BYTES = 1 << 20
@@ -286,12 +286,13 @@ def _write_prefix_files(
             _write_state_file(
                 write_options.unused_arrays[state.layer, part], file, write_options.file_hashes[state.layer, part]
             )
+    output.finish_files()
     for name in names[len(arrays) + 2 * len(info.states) :]:
         file = output.open_file(name)
         if name.endswith(CACHE_SIDECAR_SUFFIX):
             rounding = f"{CAST_TEXT}{cast.source} to {cast.target}" if cast.label == LOSSY else ""
             recorded_info = add_losses(info, *losses, rounding)
-            file.write((cache_info.dump_cache_info(recorded_info) + "\n").encode())
+            file.write(dump_prefix_document(recorded_info, output.staging_folder))
     return cast
 
 

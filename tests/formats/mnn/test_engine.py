@@ -116,6 +116,37 @@ def test_open_engine_prefix_needs_no_options(model, tmp_path):
         open_any(str(tmp_path / "written"), ReadOptions(packed=PackedOptions(geometry=other, valid_tokens=(49,))))
 
 
+@pytest.mark.parametrize("ids", [PREFIX_IDS, PREFIX_IDS[::-1]], ids=["same text", "other text"])
+def test_open_document_of_prefix_that_engine_computed_again_is_refused(model, prefix, tmp_path, capsys, ids):
+    """The engine writes files of the same name and size and leaves the document, which says that tokens are missing."""
+    folder = tmp_path / "written"
+    kvmnn("mnn", "compact", *described(prefix), "--reserve", "0:4,26:24", "-o", folder)
+    sizes = {path.name: path.stat().st_size for path in folder.glob("sys_*")}
+    assert main(["mnn", "repack", str(folder), "--target-backend", "x86-avx2", "-o", str(tmp_path / "r")]) == 0
+    for marker in folder.glob("sys_*_sync.?"):
+        marker.unlink()  # as a user who wants the prefix again
+    with Engine(model, tmp_path / "scratch", folder) as engine:
+        assert engine.call("prefix", NAME) == 0
+        engine.call("generate", ids, 0)
+    assert {path.name: path.stat().st_size for path in folder.glob("sys_*")} == sizes
+    capsys.readouterr()
+    verbs = (["encode", "-o", f"{tmp_path}/f/"], ["mnn", "unpack", "-o", f"{tmp_path}/x.npz"])
+    for verb in verbs:
+        assert main([*verb, str(folder)]) == 1, verb
+        error = capsys.readouterr()
+        assert "sys.kvmnn.json was written for other rows than those of layer 0" in error.err + error.out
+        assert "compacted" not in error.err + error.out
+    kvmnn("inspect", folder)
+    assert "not known: sys.kvmnn.json was written for other rows" in capsys.readouterr().out
+    assert main([*verbs[1], str(folder / "sys_1.k")]) == 1
+    assert "than those of layer 1" in capsys.readouterr().err
+    kvmnn(*verbs[0], folder, "--ignore", "contradictions")
+    assert "LOSSLESS copy of LOSSY K and V" in capsys.readouterr().out
+    (folder / "sys.kvmnn.json").unlink()
+    kvmnn(*verbs[1], folder, *GEOMETRY)
+    assert "50 tokens inferred" in capsys.readouterr().err
+
+
 def test_encode_engine_prefix_of_continued_session(model, tmp_path):
     """The prefix file is the live cache: rows of the question and the answer follow those of the prefix."""
     (tmp_path / "written").mkdir()

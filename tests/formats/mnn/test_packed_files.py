@@ -20,7 +20,7 @@ from kvmnn import KvmnnError, OutputError, PackLayout, SourceError
 from kvmnn.dtypes import PARTS
 from kvmnn.formats import find_packed
 from kvmnn.formats import open as open_any
-from kvmnn.formats.mnn import CompactionPlan, compact, open_packed, pack, packed_io
+from kvmnn.formats.mnn import CompactionPlan, compact, open_packed, pack, packed_io, repack
 from kvmnn.formats.mnn import mmap_cache as mnn_live
 from kvmnn.formats.mnn import packed_files as mnn_prefix
 from kvmnn.formats.mnn.model import compute_fingerprint, read_model_geometry
@@ -523,6 +523,29 @@ def test_live_files_round_trip(tmp_path):
     assert not (tmp_path / "other").exists()
     lowest = mnn_live.write_mmap_files(str(tmp_path / "lowest"), buffers[:2], first_address=0)
     assert lowest == ("0000000000000000", "0000000000001000")
+
+
+def test_open_document_without_row_hashes_is_believed(tmp_path):
+    """Earlier versions wrote none. Where there are some, they are checked, and those of a copy are its own."""
+    tokens = 20
+    words = np.random.default_rng(1).standard_normal((2, tokens, 16)).astype(np.float32)
+    arrays = {f"layer_{n}.{part}": words + n for n in (0, 1) for part in ("key", "value")}
+    np.savez(tmp_path / "a.npz", **arrays)
+    pack(open_any(str(tmp_path / "a.npz")), str(tmp_path / "p"), PackedGeometry(backend="x86-avx2"), name="p")
+    repack(open_any(str(tmp_path / "p")), str(tmp_path / "q"), "arm64-fp16", name="q")
+    documents = [json.loads((tmp_path / name / f"{name}.kvmnn.json").read_text()) for name in "pq"]
+    hashes = [document.pop("row_hashes") for document in documents]
+    assert all(len(each) == 2 for each in hashes) and not set(hashes[0]) & set(hashes[1])
+    (tmp_path / "q" / "q_1.v").write_bytes((tmp_path / "q" / "q_0.v").read_bytes())
+    path = tmp_path / "q" / "q.kvmnn.json"
+    with pytest.raises(SourceError, match=r"q\.kvmnn\.json was written for other rows than those of layer 1: MNN"):
+        open_any(str(tmp_path / "q"))
+    path.write_text(json.dumps(documents[1]))
+    assert len(open_any(str(tmp_path / "q"))) == 4
+    for invalid in ([], hashes[1][:1], ["x", "y"], {}, None, [None, None]):
+        path.write_text(json.dumps({**documents[1], "row_hashes": invalid}))
+        with pytest.raises(KvmnnError, match="row_hashes"):
+            open_any(str(tmp_path / "q"))
 
 
 class Killed(BaseException):

@@ -22,7 +22,7 @@ from .._util.dataclass import dataclass
 from .._util.text import pluralize
 from .._util.validation import validate_int
 from ..dtypes import PARTS, Bytes, Part, parse_dtype
-from ..errors import KvmnnError, MissingOptionError, SourceError
+from ..errors import MissingOptionError, SourceError
 from .backends import BACKENDS
 from .layout import HeadRowAccessor, PackLayout, get_head_bytes, get_row_bytes
 from .params import EXPAND_CHUNK, FLASH_BLOCK
@@ -157,7 +157,7 @@ def find_matches(geometry: PackedGeometry, sizes: Sequence[tuple[int, int]]) -> 
     """Return all layouts that agree with `geometry` and with the sizes of the K and V files (bytes) of every layer."""
     matches = []
     for backends, layout in geometry.list_candidates():
-        capacities = [try_infer_capacity(layout, *pair) for pair in sizes]
+        capacities = [layout.find_capacity(*pair) for pair in sizes]
         if all(capacities):
             matches.append(LayoutMatch(layout, backends, tuple(capacity or 0 for capacity in capacities)))
     return matches
@@ -216,7 +216,7 @@ def _find_first_mismatch(layouts: Sequence[PackLayout], sizes: Sequence[tuple[in
     """Return the first layer whose files fit none of the layouts; else the first that does not fit the first layout."""
     for candidate_layouts in (layouts, layouts[:1]):
         for layer_index, pair in enumerate(sizes):
-            if not any(try_infer_capacity(layout, *pair) for layout in candidate_layouts):
+            if not any(layout.find_capacity(*pair) for layout in candidate_layouts):
                 return layer_index
     return 0
 
@@ -236,14 +236,6 @@ def describe_inference(geometry: PackedGeometry, match: LayoutMatch, sizes: Sequ
         elif not (is_default_block and geometry.specifies_packing):
             notes.append(f"{block_text} inferred from the sizes of the files")
     return notes
-
-
-def try_infer_capacity(layout: PackLayout, key_bytes: int, value_bytes: int) -> int | None:
-    """Return `PackLayout.infer_capacity`, or None if these sizes do not match."""
-    try:
-        return layout.infer_capacity(key_bytes, value_bytes)
-    except KvmnnError:
-        return None
 
 
 def explain_mismatch(layout: PackLayout, key_bytes: int, value_bytes: int, names: tuple[str, str] | None = None) -> str:
@@ -296,6 +288,7 @@ MAX_SAMPLED_HEADS = 8
 MAX_SAMPLED_LAYERS = 4
 _MAX_FIRST_ROWS = 512
 _MAX_LAST_ROWS = 192  # three blocks of V, where a wrong layout shows gaps
+_LAST_ROWS_STEP = 2 * _MAX_LAST_ROWS
 _KNOWN_END_ROWS = 8
 _PROBE_STEP_ROWS = 32  # the engine reserves capacity for 64 tokens
 _MAX_PROBES = 256
@@ -361,7 +354,13 @@ class LayoutEvidence:
 
 def choose_sampled_layers(count: int) -> list[int]:
     """Return the indices of the layers to sample, of `count`."""
-    return sorted({int(index) for index in np.linspace(0, count - 1, min(count, MAX_SAMPLED_LAYERS))})
+    return _spread_indices(count, MAX_SAMPLED_LAYERS)
+
+
+def _spread_indices(count: int, max_indices: int) -> list[int]:
+    """Return at most `max_indices` indices below `count`, the first and the last with them."""
+    num_steps = min(count, max_indices) - 1
+    return [step * (count - 1) // max(1, num_steps) for step in range(num_steps + 1)]
 
 
 def measure_layer(views: dict[Part, ReadBytes], layout: PackLayout, capacity: int) -> LayerEvidence:
@@ -405,29 +404,25 @@ class _HeadSampler:
         padded_layout = layout
         if not layout.is_int8(part):
             padded_dim = _round_up(layout.head_dim, layout.get_pack_numbers(part)[part == "value"])
-            padded_layout = replace(layout, head_dim=padded_dim)
+            if padded_dim != layout.head_dim:
+                padded_layout = replace(layout, head_dim=padded_dim)
         self._accessor = HeadRowAccessor(padded_layout, part, capacity)  # rows with the padding after their dimensions
         self._row_bytes = get_row_bytes(padded_layout, part)
         self._head_bytes = get_head_bytes(padded_layout, part, capacity)
         self._dtype = layout.dtype
         self._unpadded_row_bytes = get_row_bytes(layout, part)
-        num_heads = min(layout.kv_heads, MAX_SAMPLED_HEADS) if sample else layout.kv_heads
-        self._head_indices = sorted({int(head) for head in np.linspace(0, layout.kv_heads - 1, num_heads)})
-        self._fill_byte = _read_fill_byte(view, self._head_bytes * layout.kv_heads)
+        self._file_bytes = self._head_bytes * layout.kv_heads
+        self._head_indices = _spread_indices(layout.kv_heads, MAX_SAMPLED_HEADS if sample else layout.kv_heads)
 
-    def _read_rows(self, head: int, begin: int, end: int) -> Bytes:
-        """Read rows of a head, ``[row, byte]``."""
-        return self._read_ranges(head, [(begin, end)], end - begin)
-
-    def _read_ranges(self, head: int, ranges: Sequence[tuple[int, int]], num_rows: int) -> Bytes:
-        """Read runs of rows of a head, ``[row, byte]``, `num_rows` in all: most are of one row, hundreds of them."""
-        rows = np.empty((num_rows, self._row_bytes), np.uint8)
-        view, target = self._view(head * self._head_bytes, self._head_bytes), rows.reshape(-1)
-        offset = 0
-        for begin, end in ranges:
-            size = (end - begin) * self._row_bytes
-            self._accessor.read_rows(view, begin, target[offset : offset + size])
-            offset += size
+    def _read_ranges(self, heads: Sequence[int], ranges: Sequence[tuple[int, int]], num_rows: int) -> Bytes:
+        """Read runs of rows of heads, ``[head, row, byte]``, `num_rows` in all: most have one row, hundreds of them."""
+        rows = np.empty((len(heads), num_rows, self._row_bytes), np.uint8)
+        for head, head_rows in zip(heads, rows.reshape(len(heads), -1), strict=True):
+            view, offset = self._view(head * self._head_bytes, self._head_bytes), 0
+            for begin, end in ranges:
+                size = (end - begin) * self._row_bytes
+                self._accessor.read_rows(view, begin, head_rows[offset : offset + size])
+                offset += size
         return rows
 
     def find_last_rows(self, max_rows: int | None = None) -> list[int]:
@@ -436,11 +431,10 @@ class _HeadSampler:
 
     def _find_last_row(self, head: int, max_rows: int | None) -> int:
         # Most files end soon after their last token; where the number of tokens is known, the last one has values.
-        end, step = (self._capacity, 2 * _MAX_LAST_ROWS) if max_rows is None else (max_rows, _KNOWN_END_ROWS)
+        end, step = (self._capacity, _LAST_ROWS_STEP) if max_rows is None else (max_rows, _KNOWN_END_ROWS)
         while end:
             begin = max(0, end - step)
-            rows = self._read_rows(head, begin, end)
-            elements = rows[:, : self._unpadded_row_bytes]
+            elements = self._read_ranges([head], [(begin, end)], end - begin)[0, :, : self._unpadded_row_bytes]
             used_rows = np.flatnonzero((elements != elements[:, :1]).any(axis=1))
             if used_rows.size:
                 return begin + int(used_rows[-1]) + 1
@@ -461,36 +455,38 @@ class _HeadSampler:
 
     def count_misplaced_rows(self, rows: int) -> int:
         """Count the sampled rows below `rows` that are empty, partly empty, or have data in the padding."""
-        num_misplaced, bits_dtype = 0, np.dtype(f"<u{parse_dtype(self._dtype).itemsize}")
-        fill_element = np.frombuffer(bytes([self._fill_byte]) * bits_dtype.itemsize, bits_dtype)[0]
+        bits_dtype = np.dtype(f"<u{parse_dtype(self._dtype).itemsize}")
+        fill_byte = _read_fill_byte(self._view, self._file_bytes)
+        fill_element = np.frombuffer(bytes([fill_byte]) * bits_dtype.itemsize, bits_dtype)[0]
         ranges = list(self._iter_sampled_ranges(rows))
         lengths = [end - begin for begin, end in ranges]
-        first_rows = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths) if ranges else np.zeros(0, np.int64)
-        for head in self._head_indices:
-            elements = self._read_ranges(head, ranges, len(first_rows)).view(bits_dtype)
-            is_blank = (elements == 0) | (elements == fill_element)
-            empty_fraction = is_blank[:, : self._head_dim].mean(axis=1)
-            padding = elements[:, self._head_dim :]
+        elements = self._read_ranges(self._head_indices, ranges, sum(lengths)).view(bits_dtype)
+        is_blank = elements == 0
+        if fill_byte:
+            is_blank |= elements == fill_element
+        is_misplaced = is_blank[..., : self._head_dim].mean(axis=2) > _MAX_EMPTY_FRACTION
+        padding = elements[..., self._head_dim :]
+        if padding.size:
             # Files without unused rows do not end with the byte that memory was filled with: padding that has one value
             # throughout a run of rows was not written either.
-            is_padding_blank = (padding == padding[first_rows, :1]).all(axis=1)
-            is_padding_blank |= is_blank[:, self._head_dim :].all(axis=1)
-            num_misplaced += int(np.count_nonzero((empty_fraction > _MAX_EMPTY_FRACTION) | ~is_padding_blank))
-        return num_misplaced
+            first_rows = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)
+            is_padding_blank = (padding == padding[:, first_rows, :1]).all(axis=2)
+            is_misplaced |= ~(is_padding_blank | is_blank[..., self._head_dim :].all(axis=2))
+        return int(np.count_nonzero(is_misplaced))
 
     def measure_contrast(self, rows: int) -> float:
         """Return the variance between the means of dimensions over the variance of all words, in the first rows."""
         end = min(rows, _MAX_FIRST_ROWS)
         if end < 2:
             return 0.0
-        heads = [self._read_rows(head, 0, end)[:, : self._unpadded_row_bytes] for head in self._head_indices]
-        rows_by_head: npt.NDArray[Any] = np.stack(heads).view(parse_dtype(self._dtype).numpy_dtype)
+        elements = self._read_ranges(self._head_indices, [(0, end)], end)[..., : self._unpadded_row_bytes]
+        rows_by_head: npt.NDArray[Any] = np.ascontiguousarray(elements).view(parse_dtype(self._dtype).numpy_dtype)
         if self._dtype == "bf16":
             rows_by_head = (rows_by_head.astype(np.uint32) << np.uint32(16)).view(np.float32)
         with np.errstate(all="ignore"):
-            elements = rows_by_head.astype(np.float64)  # [head, row, dim]
-            total_variance = float(elements.var())
-            variance_of_means = float(elements.mean(axis=1).var())
+            values = rows_by_head.astype(np.float64)  # [head, row, dim]
+            total_variance = float(values.var())
+            variance_of_means = float(values.mean(axis=1).var())
             contrast = variance_of_means / total_variance if total_variance > 0 else 0.0
         return contrast if np.isfinite(contrast) else 0.0
 
@@ -570,11 +566,15 @@ def has_same_placement(first: LayoutMatch, second: LayoutMatch) -> bool:
     if (a.lP, a.hP, a.flash_block) == (b.lP, b.hP, b.flash_block):
         return True
     capacity = min(*first.capacities, *second.capacities)
+    if (a.key_head_bytes(capacity), a.value_head_bytes(capacity)) != (
+        b.key_head_bytes(capacity),
+        b.value_head_bytes(capacity),
+    ):
+        return False
     tokens, dims = np.arange(min(capacity, 4 * FLASH_BLOCK))[:, None], np.arange(a.head_dim)
-    sizes = [(x.key_head_bytes(capacity), x.value_head_bytes(capacity)) for x in (a, b)]
-    same_keys = np.array_equal(a.key_index(tokens, dims), b.key_index(tokens, dims))
-    same_values = np.array_equal(a.value_index(tokens, dims, capacity), b.value_index(tokens, dims, capacity))
-    return sizes[0] == sizes[1] and same_keys and same_values
+    if (a.lP, a.hP) != (b.lP, b.hP) and not np.array_equal(a.key_index(tokens, dims), b.key_index(tokens, dims)):
+        return False
+    return np.array_equal(a.value_index(tokens, dims, capacity), b.value_index(tokens, dims, capacity))
 
 
 def compare_candidates(first: LayoutCandidate, second: LayoutCandidate) -> Clarity:
@@ -625,7 +625,7 @@ def iter_matches(geometry: PackedGeometry, sizes: Sequence[tuple[int, int]]) -> 
                 if any(size % kv_heads for pair in distinct_sizes for size in pair):
                     continue
                 capacities = {
-                    (key_bytes, value_bytes): try_infer_capacity(layout, key_bytes // kv_heads, value_bytes // kv_heads)
+                    (key_bytes, value_bytes): layout.find_capacity(key_bytes // kv_heads, value_bytes // kv_heads)
                     for key_bytes, value_bytes in distinct_sizes
                 }
                 if all(capacities.values()):

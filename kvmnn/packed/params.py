@@ -46,6 +46,8 @@ class LayoutParams:
         parse_dtype(self.dtype)
         for name in ("kv_heads", "head_dim", "lP", "hP", "flash_block", "lP8", "hP8", "eP", "eP8"):
             value = getattr(self, name)
+            if type(value) is int and value >= 1:  # as nearly all are: inference makes thousands of layouts
+                continue
             if value is not None or name in ("kv_heads", "head_dim", "lP", "hP"):
                 object.__setattr__(self, name, validate_int(value, name, 1))
         if self.int8_keys and (self.lP8 is None or self.hP8 is None):
@@ -169,15 +171,25 @@ class LayoutParams:
 
     def infer_capacity(self, key_bytes: int, value_bytes: int) -> int:
         """Return the capacity in tokens of buffers of these sizes, as the engine derives it from a file."""
+        capacity = self.find_capacity(key_bytes, value_bytes)
+        if capacity is None:
+            raise KvmnnError(f"K of {key_bytes} and V of {value_bytes} bytes: no capacity of {self} gives these sizes")
+        return capacity
+
+    def find_capacity(self, key_bytes: int, value_bytes: int) -> int | None:
+        """Return `infer_capacity`, or None if no capacity gives these sizes."""
         # The allocated capacity may have been smaller, as K comes in tiles and V in blocks; places are the same.
-        capacity = key_bytes // self.key_bytes(1) * self.key_shape(1)[2]
+        num_tiles, remainder = divmod(key_bytes, self.key_bytes(1))
+        if remainder:
+            return None
+        capacity = num_tiles * self.key_shape(1)[2]
         if self.flash_block is not None:
             capacity = min(capacity, value_bytes // self.value_bytes(1) * self.flash_block)
         else:
             row = self.kv_heads * self.itemsize * _ceil_div(self.head_dim, self.hP) * self.hP
             capacity = min(capacity, value_bytes // row)
         if capacity < 1 or (self.key_bytes(capacity), self.value_bytes(capacity)) != (key_bytes, value_bytes):
-            raise KvmnnError(f"K of {key_bytes} and V of {value_bytes} bytes: no capacity of {self} gives these sizes")
+            return None
         return capacity
 
     # -- indexes -------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from kvmnn.formats.mnn.model import compute_fingerprint, read_model_geometry
 from kvmnn.formats.mnn.packed_io import PackedPartWriter
 from kvmnn.formats.options import PackedOptions, ReadOptions
 from kvmnn.packed import cache_info
-from kvmnn.packed.inference import PackedGeometry, find_matches, infer_layout, try_infer_capacity
+from kvmnn.packed.inference import PackedGeometry, find_matches, infer_layout
 
 AVX2 = PackedGeometry(kv_heads=2, head_dim=6, backend="x86-avx2")
 
@@ -177,13 +177,13 @@ def test_infer_flash_block_undecided_uses_engine_default(tmp_path):
 def test_infer_capacity_is_highest_with_equal_files(heads, dims, packs, block, capacity):
     layout = PackLayout(heads, dims, "fp32", *packs, block)
     sizes = layout.key_bytes(capacity), layout.value_bytes(capacity)
-    found = try_infer_capacity(layout, *sizes)
+    found = layout.find_capacity(*sizes)
     assert found is not None
     assert found >= capacity
     assert (layout.key_bytes(found), layout.value_bytes(found)) == sizes
     assert (layout.key_bytes(found + 1), layout.value_bytes(found + 1)) != sizes
-    assert try_infer_capacity(layout, sizes[0] + 1, sizes[1]) is None
-    assert try_infer_capacity(layout, 0, sizes[1]) is None
+    assert layout.find_capacity(sizes[0] + 1, sizes[1]) is None
+    assert layout.find_capacity(0, sizes[1]) is None
 
 
 def test_find_matches_contains_the_real_layout():

@@ -509,7 +509,10 @@ class StoreBackend(Protocol):
         """Remove a damaged unit and append a line to `notes`; later searches do not find it."""
 
     def delete(self, sequence: TokenSequence) -> CleanupResult:
-        """Remove the units of a sequence from its end on, up to one that another sequence needs or a pin keeps."""
+        """Remove the units of a sequence from its end on, up to one that another sequence needs or a pin keeps.
+
+        Of a sequence of which parts are missing, what is left is removed.
+        """
 
     def collect_garbage(self, max_bytes: int | None) -> CleanupResult:
         """Remove unreachable units and files, then evict units until at most `max_bytes` are left."""

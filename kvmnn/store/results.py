@@ -249,6 +249,8 @@ class CleanupResult(Record):
     #: Tokens of a deleted sequence alone that stay and are still found, as they share a unit with tokens that other
     #: sequences have or a pin keeps.
     unshared_tokens: int = field(default=0, metadata={"omit": True})
+    #: Tokens of a deleted sequence whose K and V no get found any more: damaged ones, evicted ones, and what followed.
+    missing_tokens: int = field(default=0, metadata={"omit": True})
     #: Precisions of a sequence that were deleted.
     dtypes: tuple[str, ...] = ()
     #: Files in the store that kvmnn did not write; they were kept.
@@ -257,6 +259,8 @@ class CleanupResult(Record):
     lost_labels: tuple[str, ...] = field(default=(), metadata={"omit": True})
     #: Sessions that have token ids of a deleted sequence until `PrefixStore.forget`.
     sessions: tuple[str, ...] = field(default=(), metadata={"omit": True})
+    #: One line for each damaged unit of a deleted sequence, which was removed first.
+    notes: tuple[str, ...] = field(default=(), metadata={"omit": True})
     #: Bytes above the limit of a garbage collection that are left, as pins keep them.
     excess_bytes: int = field(default=0, metadata={"omit": True})
     #: Whether the store is one of transform streams, whose K and V are not exactly those that were put.
@@ -273,6 +277,9 @@ class CleanupResult(Record):
             text += (
                 f"\n  lost, as their bytes, their record or a unit before them was gone: {pluralize(self.lost, 'unit')}"
             )
+        if self.missing_tokens:
+            missing_text = pluralize(self.missing_tokens, "token")
+            text += f"\n  {missing_text} of it were damaged or evicted before (store gc removes what nothing refers to)"
         if self.lost_labels:
             labels_text = ", ".join(map(escape_control, self.lost_labels))
             text += f"\n  shorter texts that began it went with it, as no pin keeps them: {labels_text}"
@@ -319,6 +326,8 @@ def explain_kept_part(num_removed: int, num_left: int, num_needed: int, *, is_pi
     """
     if not num_removed and is_pinned:
         return _PINNED_REASON
+    if not num_left:
+        return ""
     if num_needed < num_left:
         return (
             f"its first {pluralize(num_left, 'token')} stay: {num_needed:,} that other texts have or a pin keeps, and "
@@ -327,7 +336,7 @@ def explain_kept_part(num_removed: int, num_left: int, num_needed: int, *, is_pi
         )
     if not num_removed:
         return "other texts go on from it"
-    return f"its first {pluralize(num_left, 'token')} stay, which other texts have or a pin keeps" if num_left else ""
+    return f"its first {pluralize(num_left, 'token')} stay, which other texts have or a pin keeps"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -102,14 +102,9 @@ class SequenceStore:
         started = time.perf_counter()
         sequence = self.make_sequence(namespace, ids)
         notes: list[str] = []
-        while True:
-            stored_before = self._find_stored_part(sequence, namespace, with_state=True)
-            stored_prefix, added = self._backend.find_prefix(sequence), AddResult(0, 0)
-            state_units = tuple(filter(None, [stored_before.state_unit]))
-            damaged = self._backend.find_unreadable((*state_units, *stored_prefix.list_units()))
-            if damaged is None:
-                break
-            self._backend.quarantine(*damaged, notes)  # else it would count as stored
+        stored_before, stored_prefix = self._find_readable_parts(sequence, namespace, notes)
+        state_units = tuple(filter(None, [stored_before.state_unit]))
+        added = AddResult(0, 0)
         begin_token, known_tokens, is_added = ids.size, stored_prefix.tokens, False
         if max(stored_prefix.tokens, stored_before.tokens) < ids.size:
             self._check_shapes(namespace)
@@ -223,6 +218,34 @@ class SequenceStore:
             prefix_match.take_prefix(state_location.tokens, sequence.block_tokens),
             state_location.unit,
         )
+
+    def _find_readable_parts(
+        self, sequence: TokenSequence, namespace: Namespace, notes: list[str]
+    ) -> tuple[StoredPart, PrefixMatch]:
+        """Find what is stored of a sequence, with its state and without, after the removal as of `find_readable`."""
+        while True:
+            stored_part = self._find_stored_part(sequence, namespace)
+            stored_prefix = self._backend.find_prefix(sequence)
+            state_units = filter(None, [stored_part.state_unit])
+            damaged = self._backend.find_unreadable((*state_units, *stored_prefix.list_units()))
+            if damaged is None:
+                return stored_part, stored_prefix
+            self._backend.quarantine(*damaged, notes)  # else it would count as stored
+
+    def find_deletable(self, ids: Ids, model: str, dtype: str | None, notes: list[str]) -> list[Namespace]:
+        """Return the namespaces that contain a whole sequence, or its label, after the removal as of `find_readable`.
+
+        A label shows that it was put as a whole: the rest was evicted since, or is damaged.
+        """
+        label_keys = set(self._backend.list_label_keys())
+        namespaces = []
+        for namespace in self.list_namespaces(model, dtype):
+            stored_part, _ = self._find_readable_parts(self.make_sequence(namespace, ids), namespace, notes)
+            if stored_part.tokens == ids.size or StoredText(namespace, ids).key in label_keys:
+                namespaces.append(namespace)
+        if not namespaces:
+            self.find_complete(ids, model, dtype)  # which says how much is missing
+        return namespaces
 
     def _check_shapes(self, namespace: Namespace) -> None:
         """Raise `KvmnnError` if the model has layers of other shapes in the store: two models share a fingerprint."""

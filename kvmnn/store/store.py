@@ -777,7 +777,8 @@ class PrefixStore:
         until the other sequences are deleted, and then what is left of this one, by its handle of `ls`.
 
         A sequence that is pinned itself is left as it is, with its label. Shorter sequences that begin it go with it
-        unless a pin keeps them: the result names those with a label.
+        unless a pin keeps them: the result names those with a label. Of a sequence with a label that is damaged, or was
+        evicted in part, what is left is removed.
 
         Parameters
         ----------
@@ -787,12 +788,13 @@ class PrefixStore:
         Raises
         ------
         KvmnnError
-            If the sequence is not completely stored.
+            If the sequence is not completely stored, and has no label.
         """
         ids = to_token_ids(token_ids)
+        notes: list[str] = []
 
         def delete() -> CleanupResult:
-            namespaces = [namespace for namespace, _ in self._sequences.find_complete(ids, model, dtype)]
+            namespaces = self._sequences.find_deletable(ids, model, dtype, notes)
             labelled_prefixes = [
                 (label, text)
                 for label, text in self._backend.iter_labels()
@@ -818,13 +820,21 @@ class PrefixStore:
                 bytes=sum(result.bytes for result in results),
                 kept="; ".join(reasons),
                 unshared_tokens=max(result.unshared_tokens for result in results),
+                missing_tokens=max(
+                    result.missing_tokens if namespace.layers else 0
+                    for namespace, result in zip(namespaces, results, strict=True)
+                ),
                 dtypes=tuple(namespace.dtype for namespace in namespaces),
                 lost_labels=tuple(sorted({label for label, _ in lost_prefixes})),
                 sessions=tuple(self._list_sessions_of(namespaces, ids)),
+                notes=tuple(notes),
                 is_lossy=self.is_lossy,
             )
 
-        return self._with_retry(delete)
+        try:
+            return self._with_retry(delete)
+        finally:
+            self._metrics.record_damages(len(notes))
 
     def _list_sessions_of(self, namespaces: Collection[Namespace], ids: Ids) -> Iterator[str]:
         """Yield the names of sessions that begin with a text, or begin it: they have ids of it."""
@@ -835,7 +845,7 @@ class PrefixStore:
                 if namespace in namespaces and np.array_equal(ids[:num_common], session_ids[:num_common]):
                     yield name
 
-    def resolve(self, reference: str, *, partial: bool = False, lost: bool = False) -> StoredText:
+    def resolve(self, reference: str, *, partial: bool = False) -> StoredText:
         """Return the sequence that a label or a handle names.
 
         Parameters
@@ -843,14 +853,13 @@ class PrefixStore:
         reference
             A label of `put`, or the first letters of a key, four at least, as `ls` shows them.
         partial
-            Also return a labelled sequence of which only a beginning is left, for `get`, `match` and `unpin`.
-        lost
-            Also return a labelled sequence of which nothing is left, for `unpin`.
+            Also return a labelled sequence of which only a beginning is left, or nothing, for `get`, `match`, `delete`
+            and `unpin`.
 
         Raises
         ------
         KvmnnError
-            If there is none, or more than one, or only a beginning of it is left.
+            If there is none, or more than one, or not all of it is left.
         """
         is_handle = re.fullmatch(rf"[0-9a-f]{{{MIN_REFERENCE_LETTERS},32}}", reference) is not None
 
@@ -866,9 +875,7 @@ class PrefixStore:
                 named += by_key
             cut_texts = [] if texts else named
             texts, cut_texts = (list({text.key: text for text in group}.values()) for group in (texts, cut_texts))
-            if len(cut_texts) == 1 and (lost or (partial and self._sequences.find_in_namespace(cut_texts[0]).tokens)):
-                texts = cut_texts
-            return texts, cut_texts
+            return cut_texts if partial and len(cut_texts) == 1 else texts, cut_texts
 
         texts, cut_texts = self._with_retry(find_all)
         if len(texts) == 1:

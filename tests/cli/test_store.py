@@ -635,6 +635,22 @@ def test_store_text_label_and_handle_in_place_of_ids(here: Path, run) -> None:
     assert "there is no text with this label or handle" in run("store", "rm", "S", "three", code=1).err
 
 
+def test_store_label_of_a_lost_text_is_a_miss_and_can_be_removed(here: Path, run) -> None:
+    run("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m", "--label", "long")
+    (unit,) = Path("S/units").glob("*/*.unit")
+    unit.unlink()
+    run("store", "verify", "S", code=1)
+    error = run("store", "get", "S", "long", "-o", "x.npz", code=1).err
+    assert "nothing of it is left" in error and "nothing of this text of 50 tokens is stored" in error
+    counters = json.loads(run("store", "stat", "S", "--json").out)["usage"]["counters"]
+    assert (counters["gets"], counters["requested_tokens"], counters["hits"]) == (1, 50, 0)
+    assert run("store", "match", "S", "long", code=1).out == "0\n"
+    removed = run("store", "rm", "S", "long").out
+    assert removed.startswith("removed 0 units, 0 bytes: only the label 'long' was removed\n  50 tokens of it were dam")
+    assert not list(Path("S/texts").iterdir())
+    run("store", "rm", "S", "long", code=1)
+
+
 def test_store_default_labels_tell_texts_of_one_beginning_apart(here: Path, run) -> None:
     pytest.importorskip("tokenizers")
     from kvmnn.lm.tokenizer import Tokenizer, encode_prompt

@@ -316,6 +316,9 @@ def _report_missed_precision(
             "model continues only from there (get --partial takes the layers with full attention)"
         )
         input_sources.report_notes([text], arguments)
+    elif arguments.resolved is not None and not result.tokens:
+        text = "this text was put, and is damaged or was evicted since: nothing of it is left"
+        input_sources.report_notes([text], arguments)
 
 
 def _run_get(store: PrefixStore, arguments: argparse.Namespace) -> tuple[CommandResult, int]:
@@ -498,6 +501,7 @@ def _run_remove(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Comm
     from ...errors import KvmnnError
 
     cleanup_result = store.delete(_load_ids(arguments), model=_choose_model(store, arguments), dtype=arguments.dtype)
+    input_sources.report_notes(cleanup_result.notes, arguments, "warning")
     if cleanup_result.is_refused:
         raise KvmnnError(f"{arguments.store}: nothing was removed: the text is pinned (kvmnn store unpin)")
     return cleanup_result, 0
@@ -722,8 +726,8 @@ _SPEC_BY_ACTION = {
 _ALL_OPTIONS = tuple(dict.fromkeys(name for action in _SPEC_BY_ACTION.values() for name in action.options))
 _CREATING_ACTIONS = ("put", "import")
 _READ_ONLY_ACTIONS = ("match", "ls", "stat", "serve-metrics", "export")
-_PART_ACTIONS = ("get", "match", "unpin")
-"""Actions for a text of which only a beginning is left, too."""
+_PART_ACTIONS = ("get", "match", "rm", "unpin")
+"""Actions for a text of which only a beginning is left, or nothing, too."""
 _READ_IF_POSSIBLE_ACTIONS = ("get", "verify")
 """Actions that write to a store only if it is writable: they record uses, and remove damaged units."""
 
@@ -1007,9 +1011,7 @@ def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
             try:
                 if takes_reference and arguments.inputs:
                     takes_part = arguments.action in _PART_ACTIONS
-                    arguments.resolved = store.resolve(
-                        arguments.inputs[0], partial=takes_part, lost=arguments.action == "unpin"
-                    )
+                    arguments.resolved = store.resolve(arguments.inputs[0], partial=takes_part)
                     dtype = arguments.resolved.namespace.dtype
                     if arguments.dtype not in (None, dtype):
                         raise UsageError(

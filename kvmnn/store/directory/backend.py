@@ -752,36 +752,39 @@ class DirectoryBackend:
     # -- maintenance ---------------------------------------------------------------------------------------------------
 
     def delete(self, sequence: TokenSequence) -> CleanupResult:
-        is_pinned = False
+        is_pinned, num_missing = False, 0
+        key = self._compute_sequence_key(sequence.namespace_key, sequence.ids)
 
         def choose_units(cursor: ValidatingCursor) -> list[int]:
-            nonlocal is_pinned
+            nonlocal is_pinned, num_missing
             lookup = self.make_lookup(cursor)
             prefix_match, last_unit = lookup.find_prefix(sequence), lookup.find_last_unit(sequence)
             chosen_units: list[int] = []
-            if last_unit is None:
-                return chosen_units
+            num_missing = sequence.ids.size - prefix_match.tokens
             is_pinned = cursor.has_row(
-                "SELECT 1 FROM pin WHERE unit = ? AND tokens >= ? LIMIT 1", (last_unit, sequence.ids.size)
+                "SELECT 1 FROM pin WHERE key = ? OR (unit = ? AND tokens >= ?) LIMIT 1",
+                (key, last_unit, sequence.ids.size),
             )
-            slices = (
-                [UnitSlice(last_unit, 0, 0), *reversed(prefix_match.slices)]
-                if sequence.needs_state
-                else reversed(prefix_match.slices)
-            )
+            if is_pinned and last_unit is None:  # what is left of it stays until it is put again
+                return chosen_units
+            slices = [*reversed(prefix_match.slices)]
+            if sequence.needs_state and last_unit is not None:
+                slices.insert(0, UnitSlice(last_unit, 0, 0))
             for unit_slice in slices:
-                num_children_sql = (
-                    "SELECT count(*) FROM unit AS other WHERE other.parent = unit.id "
-                    f"AND other.id NOT IN ({','.join(map(str, chosen_units))})"
-                )
-                tokens, pins, num_children = cursor.require_row(
-                    tuple[int, int, int],
-                    f"SELECT tokens, pins, ({num_children_sql}) FROM unit WHERE id = ?",
+                query = "SELECT tokens, pins FROM unit WHERE id = ?"
+                tokens, pins = cursor.require_row(tuple[int, int], query, (unit_slice.unit,))
+                children = cursor.list_numbers(
+                    f"SELECT id FROM unit WHERE parent = ? AND id NOT IN ({','.join(map(str, chosen_units))})",
                     (unit_slice.unit,),
                 )
-                if pins or num_children or tokens > unit_slice.skip + unit_slice.take:
+                is_followed = any(self.files.make_path(child).is_file() for child in children)
+                if pins or is_followed or tokens > unit_slice.skip + unit_slice.take:
                     break
-                chosen_units.append(unit_slice.unit)
+                # units without files continue nothing: no get finds them, nor what follows them
+                lost_units = index_updates.list_all_with_descendants(cursor, children)
+                if cursor.has_row(f"SELECT 1 FROM unit WHERE pins > 0 AND id IN ({','.join(map(str, lost_units))})"):
+                    break
+                chosen_units += [*lost_units, unit_slice.unit]
             return chosen_units
 
         removed = self.remove_units(choose_units)
@@ -791,6 +794,7 @@ class DirectoryBackend:
             bytes=removed.nbytes,
             kept=explain_kept_part(removed.num_units, num_left, num_needed, is_pinned=is_pinned),
             unshared_tokens=num_left - num_needed,
+            missing_tokens=num_missing,
         )
 
     def _count_left_tokens(self, sequence: TokenSequence) -> tuple[int, int]:

@@ -622,7 +622,7 @@ class RemoteBackendBase:
             excess = total_bytes - max_bytes
             evicted = select_evicted(records, self.block_tokens, ranks, list_pinned_units(pins), excess, last_units)
             nbytes = sum(record.nbytes for record in evicted)
-            if not evicted or self._delete_unless_pinned(evicted, pins):
+            if not evicted or self.delete_unless_pinned(evicted, pins):
                 if evicted and self.policy == "benefit":
                     self._advance_clock(max(ranks[record.unit][0] for record in evicted))
                 self._last_bytes[tenant], self._bytes_since_count[tenant] = total_bytes - nbytes, 0
@@ -675,9 +675,15 @@ class RemoteBackendBase:
         """Return all records that are readable."""
         return [record for _, record in self.iter_records() if record is not None]
 
-    def _delete_unless_pinned(self, records: Sequence[UnitRecord], known_pins: Collection[str]) -> bool:
-        """Delete units and their records unless the pins are others than `known_pins`; return whether it did."""
-        if not self.key_values.delete_if_unchanged(self._list_all_names(records), "pins", set(known_pins)):
+    def delete_unless_pinned(
+        self, records: Sequence[UnitRecord], known_pins: Collection[str], extra_names: Sequence[str] = ()
+    ) -> bool:
+        """Delete units and their records, and `extra_names`, unless the pins are others than `known_pins`.
+
+        Returns whether it did.
+        """
+        names = [*self._list_all_names(records), *extra_names]
+        if not self.key_values.delete_if_unchanged(names, "pins", set(known_pins)):
             return False
         for record in records:
             self._memory_cache.evict(record.unit)

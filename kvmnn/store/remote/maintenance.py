@@ -26,6 +26,8 @@ from ..namespace import (
     Ids,
     Namespace,
     TokenSequence,
+    compute_sequence_key,
+    compute_state_key,
     count_common_entries,
     list_session_names,
     make_session_name,
@@ -47,9 +49,18 @@ from ..results import (
     sum_by_namespace,
 )
 from ..unit import DamagedUnitError, UnitHeader, parse_header
+from ..unit_codec import MAX_UNIT_TOKENS
 from .backend import NAMES_PER_REQUEST, TABLES_FOLDER, RemoteBackendBase
 from .eviction import Pin, find_ends_of_states, list_pinned_ends, list_pinned_units, read_pins, read_uses, save_pin
-from .records import StateRecord, UnitRecord, make_unit_name, parse_record_at
+from .records import (
+    StateRecord,
+    UnitRecord,
+    compute_unit_number,
+    make_record_name,
+    make_state_name,
+    make_unit_name,
+    parse_record_at,
+)
 
 _SESSIONS_FOLDER, _LABELS_FOLDER, _LOSSES_FOLDER = "sessions", "labels", "losses"
 _MAX_SESSION_BYTES = 256 << 20
@@ -67,43 +78,93 @@ class RemoteBackend(RemoteBackendBase):
 
     def delete(self, sequence: TokenSequence) -> CleanupResult:
         self.check_writable()
-        size = self.block_tokens
+        size, ids = self.block_tokens, sequence.ids
+        key = compute_sequence_key(sequence.namespace_key, ids, sequence.secret)
         while True:
             prefix_match = self.find_prefix(sequence)
-            remaining = {record.unit: record for record in self.list_valid_records()}
+            state = self.find_state(sequence, ids.size) if sequence.needs_state else None
+            has_state = state is not None and state.tokens == ids.size
+            is_cut = prefix_match.tokens < ids.size or (sequence.needs_state and not has_state)
+            damaged_names = self._list_damaged_names(sequence) if is_cut else []
+            unit_names = self._list_unrecorded_names(sequence, prefix_match.num_blocks) if is_cut else []
+            valid_records = self.list_valid_records()
+            # a record whose unit is gone continues nothing: no get finds it
+            remaining = {record.unit: record for record in self.list_stored_records(valid_records=valid_records)}
             pins = read_pins(self.key_values)
+            if is_cut and key.hex() in pins:  # what is left of it stays until it is put again
+                return CleanupResult(kept=explain_kept_part(0, 0, 0, is_pinned=True))
             pinned_units = list_pinned_units(pins)
+            parts = _select_parts(sequence, valid_records)
+            stale = [record for record in parts if record.unit not in remaining]
+            are_stored = [unit_slice.unit in remaining for unit_slice in prefix_match.slices]
+            num_slices = [*are_stored, False].index(False)
+            num_missing = ids.size - sum(unit_slice.take for unit_slice in prefix_match.slices[:num_slices])
             deleted: list[UnitRecord] = []
-            state = self.find_state(sequence, sequence.ids.size) if sequence.needs_state else None
-            if state is not None and state.tokens == sequence.ids.size and state.unit not in pinned_units:
+            if state is not None and has_state and state.unit not in pinned_units:
                 deleted += filter(None, [remaining.pop(state.unit, None)])
-            is_stored = bool(deleted) if sequence.needs_state else prefix_match.tokens == sequence.ids.size
-            for unit_slice in reversed(prefix_match.slices if is_stored else ()):
-                record = remaining.get(unit_slice.unit)
-                if record is None or record.unit in pinned_units:
-                    break
-                keys = set(record.compute_block_keys(size))
-                is_followed = any(candidate.parent in keys for candidate in remaining.values())
-                remaining_after = [candidate for candidate in remaining.values() if candidate is not record]
-                is_needed = is_followed or any(
-                    state_record.is_end_in(record, size) and not _has_end_unit(remaining_after, state_record, size)
-                    for state_record in _select_states(remaining_after)
-                )
+            for record in parts if is_cut else ():  # behind a gap, where no search gets
+                is_unreached = record.unit in remaining.keys() - set(prefix_match.list_units())
+                if is_unreached and record.unit not in pinned_units and not _is_needed(record, remaining, size):
+                    deleted.append(remaining.pop(record.unit))
+            for unit_slice in reversed(prefix_match.slices):
+                if unit_slice.unit not in remaining:  # its bytes are gone, which an object store is not asked
+                    continue
+                record = remaining[unit_slice.unit]
+                is_needed = record.unit in pinned_units or _is_needed(record, remaining, size)
                 if is_needed or record.ids.size > unit_slice.skip + unit_slice.take:
                     break
                 deleted.append(remaining.pop(record.unit))
-            if not deleted or self._delete_unless_pinned(deleted, pins):
-                long_pins = {name: pin for name, pin in pins.items() if pin.tokens >= sequence.ids.size}
+            recorded_names = {make_unit_name(record.unit) for record in valid_records}
+            unit_names = [name for name in unit_names if name not in recorded_names]
+            unit_bytes = sum(len(data or b"") for data in self.key_values.get_stored_many(unit_names))
+            extra_names = [*damaged_names, *(record.make_name(size) for record in stale), *unit_names]
+            if not (deleted or extra_names) or self.delete_unless_pinned(deleted, pins, extra_names):
+                long_pins = {name: pin for name, pin in pins.items() if pin.tokens >= ids.size}
                 pinned_ends = list_pinned_ends(long_pins, remaining)
-                is_pinned = bool(prefix_match.slices) and prefix_match.slices[-1].unit in pinned_ends
+                is_pinned = not is_cut and bool(prefix_match.slices) and prefix_match.slices[-1].unit in pinned_ends
                 is_pinned |= state is not None and state.unit in pinned_ends
+                num_units = len(deleted) + len(unit_names)
                 num_left, num_needed = self._count_left_tokens(sequence, remaining, pins)
                 return CleanupResult(
-                    units=len(deleted),
-                    bytes=sum(record.nbytes for record in deleted),
-                    kept=explain_kept_part(len(deleted), num_left, num_needed, is_pinned=is_pinned),
+                    units=num_units,
+                    bytes=sum(record.nbytes for record in deleted) + unit_bytes,
+                    kept=explain_kept_part(num_units, num_left, num_needed, is_pinned=is_pinned),
                     unshared_tokens=num_left - num_needed,
+                    missing_tokens=num_missing,
                 )
+
+    def _list_damaged_names(self, sequence: TokenSequence) -> list[str]:
+        """Return the names of the records of a sequence that cannot be read."""
+        size, num_tokens = sequence.block_tokens, sequence.ids.size
+        names = [
+            make_record_name(sequence.get_parent_key(block_index), sequence.get_block(block_index), sequence.secret)
+            for block_index in range(-(-num_tokens // size))
+        ]
+        if sequence.needs_state:
+            state_key = compute_state_key(*sequence.get_end(num_tokens), sequence.secret)
+            names.append(make_state_name(sequence.namespace_key, num_tokens, state_key))
+        values = zip(names, self.key_values.get_many(names), strict=True)
+        return [
+            name
+            for name, data in values
+            if data is not None and parse_record_at(data, name, size, sequence.secret) is None
+        ]
+
+    def _list_unrecorded_names(self, sequence: TokenSequence, first_block: int) -> list[str]:
+        """Return the names of stored units that may be of a sequence from `first_block` on, if no record has them."""
+        size, num_tokens = sequence.block_tokens, sequence.ids.size
+        stored_names = set(self.key_values.list_names("units"))
+        units = set()
+        for begin_token in range(first_block * size, num_tokens, size):
+            parent = sequence.get_parent_key(begin_token // size)
+            max_tokens = max(MAX_UNIT_TOKENS, size) + size
+            for end_token in range(begin_token + size, begin_token + max_tokens + 1, size):
+                ids = sequence.ids[begin_token:end_token]
+                units.add(compute_unit_number(sequence.namespace_key, parent, ids, sequence.secret))
+        if sequence.needs_state:
+            units.add(int.from_bytes(compute_state_key(*sequence.get_end(num_tokens), sequence.secret), "big"))
+        names = [make_unit_name(unit) for unit in sorted(units) if f"{unit:032x}" in stored_names]
+        return self.key_values.select_collectable(names)
 
     def _count_left_tokens(
         self, sequence: TokenSequence, records: Mapping[int, UnitRecord], pins: Mapping[str, Pin]
@@ -393,7 +454,7 @@ class RemoteBackend(RemoteBackendBase):
             texts=len(_select_end_records(all_records, size)),
             states=len(states),
             units=len(unit_records),
-            blocks=sum(record.ids.size // size for record in unit_records),
+            blocks=len({key for record in unit_records for key in record.compute_block_keys(size)}),
             tokens=sum(record.ids.size for record in unit_records),
             bytes=sum(record.nbytes for record in all_records),
             raw_bytes=sum(state.raw_bytes for state in states)
@@ -646,6 +707,37 @@ def _join_ids(path: Sequence[UnitRecord]) -> Ids | None:
 def _compute_session_checksum(name: str, namespace: Namespace, ids: Ids) -> str:
     data = json.dumps([name, namespace.to_json()]).encode() + ids.tobytes()
     return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+def _select_parts(sequence: TokenSequence, records: Iterable[UnitRecord]) -> list[UnitRecord]:
+    """Return the records with tokens of a sequence alone, the last ones first, whether a search reaches them or not."""
+    num_tokens, num_blocks = sequence.ids.size, len(sequence.keys)
+    end = sequence.get_end(num_tokens)
+    parts = []
+    for record in records:
+        if isinstance(record, StateRecord):
+            is_part = record.namespace_key == sequence.namespace_key and record.tokens == num_tokens
+            is_part = is_part and record.parent == end[0] and np.array_equal(record.ids, end[1])
+        else:
+            block_index = record.start // sequence.block_tokens
+            ids = sequence.ids[record.start : record.start + record.ids.size]
+            is_part = block_index <= num_blocks and record.parent == sequence.get_parent_key(block_index)
+            is_part = is_part and np.array_equal(record.ids, ids)
+        if is_part:
+            parts.append(record)
+    return sorted(parts, key=lambda record: -record.start)
+
+
+def _is_needed(record: UnitRecord, records: Mapping[int, UnitRecord], block_tokens: int) -> bool:
+    """Return whether another record follows one, or is of a state at an end that this one alone has."""
+    keys = set(record.compute_block_keys(block_tokens))
+    if any(candidate.parent in keys for candidate in records.values()):
+        return True
+    remaining_after = [candidate for candidate in records.values() if candidate is not record]
+    return any(
+        state_record.is_end_in(record, block_tokens) and not _has_end_unit(remaining_after, state_record, block_tokens)
+        for state_record in _select_states(remaining_after)
+    )
 
 
 def _has_end_unit(records: Iterable[UnitRecord], state: StateRecord, block_tokens: int) -> bool:

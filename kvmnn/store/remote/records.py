@@ -97,7 +97,7 @@ class StateRecord(UnitRecord):
 
     def make_name(self, block_tokens: int) -> str:
         """Return the name of the record; names sort by the lengths of their prefixes."""
-        return f"{STATES_FOLDER_PREFIX}{self.namespace_key.hex()}/{self.tokens:08x}-{self.key.hex()}"
+        return make_state_name(self.namespace_key, self.tokens, self.key)
 
     def compute_block_keys(self, block_tokens: int) -> list[bytes]:
         """Return nothing: no unit follows a state."""
@@ -114,6 +114,11 @@ class StateRecord(UnitRecord):
             return False
         begin_token = keys.index(self.parent) * block_tokens
         return np.array_equal(record.ids[begin_token : begin_token + self.ids.size], self.ids)
+
+
+def make_state_name(namespace_key: bytes, tokens: int, key: bytes) -> str:
+    """Return the name of the record of a state with this key, of a prefix of `tokens` tokens."""
+    return f"{STATES_FOLDER_PREFIX}{namespace_key.hex()}/{tokens:08x}-{key.hex()}"
 
 
 def parse_state_name(name: str) -> tuple[int, str] | None:

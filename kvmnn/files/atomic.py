@@ -3,7 +3,8 @@
 Everything is written under a temporary name next to its target, synced (unless it can be recreated; all files at once,
 which is faster) and then renamed. If anything fails before that, an interrupt included, nothing remains. Nothing that
 exists is replaced unless the caller forces it. Files of a killed process are removed by the next one that writes to the
-same folder. Devices and pipes (``/dev/null``, a FIFO) cannot be renamed onto and are written directly.
+same folder, except those that show a mixture (`kvmnn.files.temporary`). Devices and pipes (``/dev/null``, a FIFO)
+cannot be renamed onto and are written directly.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .._util.parallel import parallel_map
 from ..errors import REPLACE_HINT, OutputError
 from . import change_detection
 from .file_info import file_id
-from .temporary import TemporaryPath
+from .temporary import TemporaryPath, remove_superseded
 
 _LINK_UNSUPPORTED_ERRNOS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EOPNOTSUPP, errno.EACCES}
 
@@ -300,12 +301,13 @@ class DirectoryOutput(_StagedOutput):
         if not self.target.is_dir() and os.path.lexists(self.target):
             raise OutputError(f"{self.target}: exists already and is not a directory")
         parent = self.target if self._is_merging else self.target.parent
-        self._staging_folder = self._make_temporary(self.target, parent=parent, is_folder=True).path
+        self._staging = self._make_temporary(self.target, parent=parent, is_folder=True)
+        self._is_mixture = False
 
     @property
     def staging_folder(self) -> Path:
         """Return the folder that contains the files until they are renamed."""
-        return self._staging_folder
+        return self._staging.path
 
     def finish_files(self) -> None:
         """Close the files opened so far, so that they can be read in `staging_folder`."""
@@ -332,8 +334,8 @@ class DirectoryOutput(_StagedOutput):
         self.check_names([name])
         for previous_file in self._files[-1:]:
             previous_file.close()
-        target, staged_path = self.target / name, self._staging_folder / name
-        if staged_path.parent != self._staging_folder:
+        target, staged_path = self.target / name, self.staging_folder / name
+        if staged_path.parent != self.staging_folder:
             with wrap_os_errors(target):
                 staged_path.parent.mkdir(parents=True, exist_ok=True)
         file = StagedFile(target, staged_path, is_new=True)
@@ -342,7 +344,7 @@ class DirectoryOutput(_StagedOutput):
 
     def commit(self) -> None:
         if not self._is_merging:
-            self._close_and_sync({self._staging_folder, *(file.path.parent for file in self._files)})
+            self._close_and_sync({self.staging_folder, *(file.path.parent for file in self._files)})
             with wrap_os_errors(self.target):
                 self._move_folder()
             if self._durable:
@@ -355,30 +357,42 @@ class DirectoryOutput(_StagedOutput):
 
     def _publish_files(self) -> None:
         """Move the files into place; `kvmnn.cli.signals` delays signals meanwhile, which would leave a mixture."""
+        names = [file.target.relative_to(self.target).as_posix() for file in self._files]
+        shows_mixture = self._index in ENCODING_INDEXES  # frames without their manifest are refused
+        if not shows_mixture:
+            with wrap_os_errors(self.target):
+                self._staging.mark_as_moving()
+        for file, name in zip(self._files, names, strict=True):
+            file.path = self.staging_folder / name
         for name in (*self._indexes, *self._replaced_names) if self.force else ():
-            with wrap_os_errors(self.target / name):
-                (self.target / name).unlink(missing_ok=True)
+            with wrap_os_errors(self.target / name), suppress(FileNotFoundError):
+                (self.target / name).unlink()
+                self._is_mixture = not shows_mixture
         for file in sorted(self._files, key=lambda f: f.target.name == self._index):
             with wrap_os_errors(file.target):
                 file.target.parent.mkdir(parents=True, exist_ok=True)
             self._move_into_place(file.path, file.target)
+            self._is_mixture = not shows_mixture
+        self._is_mixture = False
+        remove_superseded(self.target, names)
 
     def _move_folder(self) -> None:
         if not self._is_replacing:
-            os.rename(self._staging_folder, self.target)
+            os.rename(self.staging_folder, self.target)
             return
         # The old one keeps a name of its own until the new one has its: no sweep removes it if we are killed meanwhile.
         replaced_folder = self.target.with_name(f".{self.target.name}.kvmnn-replaced-{os.getpid()}")
         os.rename(self.target, replaced_folder)
         try:
-            os.rename(self._staging_folder, self.target)
+            os.rename(self.staging_folder, self.target)
         except OSError:
             os.rename(replaced_folder, self.target)
             raise
         shutil.rmtree(replaced_folder, ignore_errors=True)
 
     def _discard(self) -> None:
-        shutil.rmtree(self._staging_folder, ignore_errors=True)
+        if not self._is_mixture:
+            shutil.rmtree(self.staging_folder, ignore_errors=True)
 
 
 def is_device(target: str | os.PathLike[str]) -> bool:

@@ -3,6 +3,9 @@
 A name is ``.<target>.kvmnn-<pid>-<random>.tmp``. The process that writes it holds a lock (``flock``), which is released
 however the process ends, in any pid namespace or container. The next process that writes to the same folder removes
 such names that are not locked. On file systems without locks nothing is removed.
+
+A folder whose files are moved into place one by one ends in ``.moving`` instead of ``.tmp`` from the first move on. It
+is not removed with the others: files that are still in it after a kill show that those in place are a mixture.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import re
 import shutil
 import stat
 import sys
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,6 +32,9 @@ _MAX_ATTEMPTS = 100
 
 TEMPORARY_NAME_PATTERN = re.compile(r"\..{0,200}\.kvmnn-\d+-[0-9a-f]{8}\.tmp", re.DOTALL)
 """Names of temporary files."""
+
+_MOVING_SUFFIX = ".moving"
+_MOVING_NAME_PATTERN = re.compile(TEMPORARY_NAME_PATTERN.pattern.removesuffix(r"\.tmp") + r"\.moving", re.DOTALL)
 
 
 class TemporaryPath:
@@ -49,6 +56,12 @@ class TemporaryPath:
             os.close(self._handle)  # another process removed it before it was locked
         raise OSError(errno.EAGAIN, "temporary files vanish as soon as they are made", str(folder))
 
+    def mark_as_moving(self) -> None:
+        """Rename a folder from which files are moved into place from now on."""
+        moving_path = self.path.with_suffix(_MOVING_SUFFIX)
+        os.rename(self.path, moving_path)
+        self.path = moving_path
+
     def release(self) -> None:
         """Release the lock; other processes may then remove what still exists."""
         if self._handle is not None:
@@ -64,6 +77,22 @@ def remove_stale(folder: Path) -> None:
         for path in [entry.path for entry in entries if TEMPORARY_NAME_PATTERN.fullmatch(entry.name)]:
             with suppress(OSError):
                 _remove_if_unlocked(path)
+
+
+def iter_unmoved_files(folder: str | os.PathLike[str]) -> Iterator[tuple[Path, list[str]]]:
+    """Yield each subfolder from which files are, or were, moved into `folder`, and the names of those still in it."""
+    with suppress(OSError), os.scandir(folder) as entries:
+        names = [entry.name for entry in entries if _MOVING_NAME_PATTERN.fullmatch(entry.name)]
+        for path in (Path(folder, name) for name in sorted(names)):
+            yield path, sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if not file.is_dir())
+
+
+def remove_superseded(folder: Path, written_names: Collection[str]) -> None:
+    """Remove what dead processes did not move into `folder`, where all of it has been written again."""
+    for path, names in iter_unmoved_files(folder) if fcntl is not None else ():
+        if set(names) <= set(written_names):
+            with suppress(OSError):
+                _remove_if_unlocked(str(path))
 
 
 def _remove_if_unlocked(path: str) -> None:

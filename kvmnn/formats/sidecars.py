@@ -32,6 +32,7 @@ from ..errors import ManifestError, OutputError, SourceError
 from ..files.atomic import DirectoryOutput
 from ..files.file_names import COMPLETENESS_FILE, FOLDER_FILES, LOSS_FILE
 from ..files.schema import JsonReader, loads_strict, parse_document, read_bounded
+from ..files.temporary import iter_unmoved_files
 
 LOSS_SCHEMA: Final = "kvmnn-loss"
 LOSS_SCHEMA_VERSION: Final = 1
@@ -49,8 +50,9 @@ def add_sidecars(source: Source, folder: str, *, is_whole: bool = False) -> None
     Raises
     ------
     SourceError
-        For a damaged record of a loss.
+        For a damaged record of a loss, and as `check_all_moved`.
     """
+    check_all_moved(folder)
     _add_completeness(source, folder)
     _add_loss(source, folder)
     sidecars = {}
@@ -68,6 +70,17 @@ def add_sidecars(source: Source, folder: str, *, is_whole: bool = False) -> None
     if sidecars:
         source.metadata[SIDECAR_KEY] = _dump_sidecars_cached(tuple(sidecars.items()))
         source.opened_files += tuple(str(Path(folder, name)) for name in sidecars)
+
+
+def check_all_moved(folder: str) -> None:
+    """Raise `SourceError` for a folder in which a command had not replaced all files when it was killed."""
+    for path, names in iter_unmoved_files(folder or "."):
+        if names:
+            raise SourceError(
+                f"{folder or '.'}: may be a mixture of old and new files: a command that writes them was killed, or "
+                f"still runs, before it had moved them all: {path.name} still has {pluralize(len(names), 'file')} "
+                f"({names[0]} first): run that command again with -f, or remove {path} to accept the files as they are"
+            )
 
 
 def _add_missing_state(source: Source, sidecars: Mapping[str, bytes], *, is_whole: bool) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from kvmnn.errors import OutputError
 from kvmnn.files.atomic import DirectoryOutput, FileOutput
+from kvmnn.files.temporary import iter_unmoved_files
 
 
 def names(folder: Path) -> list[str]:
@@ -190,7 +191,12 @@ def test_directory_output_failed_move_leaves_no_index(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", failing)
     with pytest.raises(OutputError, match="Input/output error"):
         write_directory(tmp_path, force=True)
-    assert names(tmp_path) == ["a", "b"]
+    assert [name for name in names(tmp_path) if name[0] != "."] == ["a", "b"]
+    ((_, unmoved),) = iter_unmoved_files(tmp_path)
+    assert unmoved == ["b", "index"]
+    monkeypatch.undo()
+    write_directory(tmp_path, force=True)
+    assert names(tmp_path) == ["a", "b", "index"]
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")

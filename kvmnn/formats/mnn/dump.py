@@ -40,7 +40,7 @@ from ...packed.layout import PackLayout, get_head_bytes
 from ..base import PathFormat, mark_first_chunks
 from ..options import ReadOptions
 from ..restorer import RestoreResult
-from ..sidecars import add_sidecars, write_sidecars
+from ..sidecars import add_sidecars, check_all_moved, write_sidecars
 from ..tensor_selection import make_reinterpretation_error, select_tensors, validate_array
 from ..writer import WrittenFile, verify_written
 from .packed_files import get_file_size
@@ -112,6 +112,7 @@ def read(path: str, options: ReadOptions) -> Source:
     """
     if options.packed and options.packed.prefer_packed_dump and has_packed_dump(path):
         return read_packed_dump(path, options)
+    check_all_moved(path)  # whose metadata would be read with the others
     root = Path(path)
     entries: list[tuple[str, Callable[[], LazyArray]]] = []
     opened: list[str] = []
@@ -231,6 +232,7 @@ def _has_file_below(path: str, glob: str) -> bool:
 
 def read_packed_dump(path: str, options: ReadOptions) -> Source:
     """Return K and V of every packed dump below the directory, ``[kv_head, token, head_dim]``, by metadata path."""
+    check_all_moved(path)
     root = Path(path)
     entries: list[tuple[str, Callable[[], LazyArray]]] = []
     opened: list[str] = []

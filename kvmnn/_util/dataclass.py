@@ -13,6 +13,8 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from .patterns import declare_pattern
+
 __all__ = ["dataclass"]
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ else:
         return decorate if cls is None else decorate(cls)
 
 
+_MARKED = declare_pattern("ClassVar|KW_ONLY|InitVar")
 _FACTORY = type("_Factory", (), {"__repr__": lambda self: "<factory>"})()
 """Default value in signatures of arguments whose values a factory makes."""
 
@@ -54,10 +57,16 @@ def _needs_standard(cls: type) -> bool:
 def _define_frozen(cls: Any, eq: bool, kw_only: bool) -> type:
     own_hash = vars(cls).get("__hash__", dataclasses.MISSING)
     has_own_hash = own_hash is not dataclasses.MISSING and not (own_hash is None and "__eq__" in vars(cls))
+    annotations = vars(cls).get("__annotations__", {})
+    # The decorator searches each annotation that is a string for three names: those without them are objects meanwhile.
+    cls.__annotations__ = {name: kind if _MARKED.search(str(kind)) else object for name, kind in annotations.items()}
     cls = dataclasses.dataclass(cls, init=False, repr=False, eq=False, kw_only=kw_only)
+    cls.__annotations__ = annotations
     cls.__dataclass_params__.init = cls.__dataclass_params__.repr = cls.__dataclass_params__.frozen = True
     cls.__dataclass_params__.eq = eq
     fields = dataclasses.fields(cls)
+    for field in fields:
+        field.type = annotations[field.name]
     cls.__init__ = _LazyInit(cls, fields)
     if "__repr__" not in vars(cls):
         cls.__repr__ = _make_repr(tuple(field.name for field in fields if field.repr))

@@ -11,6 +11,8 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 
+from .patterns import declare_pattern
+
 
 def escape_control(text: str, *, keep_line_ends: bool = True) -> str:
     """Return a text in which nothing is left that a terminal would act on or not show.
@@ -201,7 +203,7 @@ def format_layers(layers: Sequence[int]) -> str:
     return f"layer{'s' if len(layers) > 1 else ''} {', '.join(format_range(run) for run in group_consecutive(layers))}"
 
 
-_HASH_PATTERN = re.compile(r"\b[0-9a-f]{32,}\b")
+_HASH_PATTERN = declare_pattern(r"\b[0-9a-f]{32,}\b")
 _HASH_DIGIT_COUNTS = (16, 32)
 
 
@@ -219,11 +221,11 @@ def _shorten_name(name: str, digits: int) -> str:
     return escape_control(_HASH_PATTERN.sub(lambda match: match[0][:digits], name))
 
 
-_NUMBER = re.compile(r"[+-]?(\d[\d,]*(\.\d*)?|\.\d+)([eE][+-]?\d+)?%?|[+-]?(inf|nan)", re.IGNORECASE)
-_FORMULA = re.compile(r"[=+\-@\t\r]")
-_UNESCAPED = re.compile(r"(?<!\\)((?:\\\\)*)(<(?=[A-Za-z/!?])|\[(?=[^\]]*\]\())")
+_NUMBER = declare_pattern(r"[+-]?(\d[\d,]*(\.\d*)?|\.\d+)([eE][+-]?\d+)?%?|[+-]?(inf|nan)", re.IGNORECASE)
+_FORMULA = declare_pattern(r"[=+\-@\t\r]")
+_UNESCAPED = declare_pattern(r"(?<!\\)((?:\\\\)*)(<(?=[A-Za-z/!?])|\[(?=[^\]]*\]\())")
 """Matches raw HTML, links and images that no backslash escapes."""
-_MENTION = re.compile(r"(?<![\w`])@(?=[A-Za-z0-9])")
+_MENTION = declare_pattern(r"(?<![\w`])@(?=[A-Za-z0-9])")
 
 
 def escape_csv(text: str) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import field, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from .._util.dataclass import dataclass
+from .._util.named_tuple import NamedTuple
 from .._util.parallel import Progress, resolve_threads
 from .._util.text import LOSSLESS, compute_ratio, format_range, pluralize
 from ..arrays.array import Chunk, to_c_contiguous

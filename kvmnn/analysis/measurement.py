@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from .._util.dataclass import dataclass
+from .._util.named_tuple import NamedTuple
 from .._util.parallel import Progress, parallel_map, resolve_threads
 from .._util.text import LOSSLESS, LOSSY, SIMULATED, compute_ratio, escape_markdown, format_range, pluralize
 from ..arrays.completeness import Completeness, format_missing

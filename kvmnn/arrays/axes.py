@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,6 +13,7 @@ import numpy.typing as npt
 
 from .. import dtypes
 from .._util.dataclass import dataclass
+from .._util.patterns import declare_pattern
 from .._util.text import pluralize
 from ..dtypes import PARTS, Indices, Part, Positions
 from ..errors import MissingOptionError, OptionError, SourceError, UnsuitableOptionError
@@ -244,7 +244,7 @@ def _can_apply_axis_spec(source: Source, spec: AxisSpec) -> bool:
     return any(len(array.shape) == len(spec.axes or "") for array in source.arrays)
 
 
-_LAYER_NAME_REGEX = re.compile(r"layer_[0-9]+\.(key|value)")
+_LAYER_NAME_REGEX = declare_pattern(r"layer_[0-9]+\.(key|value)")
 
 
 def _declares_axes(source: Source) -> bool:

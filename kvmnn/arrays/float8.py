@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
-from typing import NamedTuple
 
 import numpy as np
 
+from .._util.named_tuple import NamedTuple
 from ..dtypes import FLOAT8_NAMES, Floats
 from ..errors import SourceError
 from .array import Chunk, LazyArray, rechunk

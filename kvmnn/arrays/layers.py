@@ -5,13 +5,13 @@ Encoder-decoder models have two halves: the tokens of the decoder, and the outpu
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final, Literal, get_args
 
 from .._util.dataclass import dataclass
+from .._util.patterns import declare_pattern
 from .._util.text import format_range, group_consecutive, pluralize
 from ..dtypes import PARTS, Part
 from ..errors import KvmnnError, MissingOptionError, OptionError, SourceError
@@ -23,8 +23,8 @@ from .source import FILE_KEY, Source, strip_internal_metadata
 ModelHalf = Literal["decoder", "encoder"]
 MODEL_HALVES: Final[tuple[ModelHalf, ...]] = get_args(ModelHalf)
 
-_HALF_REGEX = re.compile(r"(?<![A-Za-z])(decoder|encoder)(?![A-Za-z])")
-_HALF_COMPONENT_REGEX = re.compile(r"[._/](decoder|encoder)(?=[._/])")
+_HALF_REGEX = declare_pattern(r"(?<![A-Za-z])(decoder|encoder)(?![A-Za-z])")
+_HALF_COMPONENT_REGEX = declare_pattern(r"[._/](decoder|encoder)(?=[._/])")
 
 
 def parse_half(name: str) -> ModelHalf | None:

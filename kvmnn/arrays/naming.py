@@ -12,8 +12,10 @@ import os
 import re
 from contextlib import suppress
 from pathlib import PurePath
-from typing import Literal, NamedTuple
+from typing import Literal
 
+from .._util.named_tuple import NamedTuple
+from .._util.patterns import declare_pattern
 from ..dtypes import PARTS, Part
 from ..errors import SourceError
 
@@ -45,10 +47,10 @@ def _compile_template(template: str) -> re.Pattern[str]:
     text = re.escape(template).replace(r"\{", "{").replace(r"\}", "}")
     for placeholder, pattern in _PLACEHOLDERS.items():
         text = text.replace(placeholder, pattern)
-    return re.compile(text.replace("/", "[/_]"), re.DOTALL | re.ASCII)
+    return declare_pattern(text.replace("/", "[/_]"), re.DOTALL | re.ASCII)
 
 
-_INDEXED_NAME_REGEX = re.compile(
+_INDEXED_NAME_REGEX = declare_pattern(
     r"(?P<rest>(?:(?:past_key_values?|past|present|key_values|kv_cache|cache|layers?)[._/])?"
     r"(?P<layer>[0-9]{1,9})[._/])(?P<part>[01])",
     re.DOTALL,
@@ -58,8 +60,8 @@ _PART_WORDS: dict[str, Part] = {
     **dict.fromkeys(("k", "key", "keys"), "key"),
     **dict.fromkeys(("v", "value", "values"), "value"),
 }
-_WORD_REGEX = re.compile(r"[A-Za-z]+\d*|\d+")
-_LAYER_WORD_REGEX = re.compile(r"(?:layers?|l|keys?|values?|k|v)?(\d+)", re.IGNORECASE)
+_WORD_REGEX = declare_pattern(r"[A-Za-z]+\d*|\d+")
+_LAYER_WORD_REGEX = declare_pattern(r"(?:layers?|l|keys?|values?|k|v)?(\d+)", re.IGNORECASE)
 
 
 class ConventionalName(NamedTuple):
@@ -105,7 +107,7 @@ class LayerName(NamedTuple):
     tokens: tuple[int, int] | None = None
 
 
-_LAYER_WORD_NAME_REGEX = re.compile(r"(?<![A-Za-z])layers?[._/]?([0-9]{1,9})(?![0-9])", re.IGNORECASE)
+_LAYER_WORD_NAME_REGEX = declare_pattern(r"(?<![A-Za-z])layers?[._/]?([0-9]{1,9})(?![0-9])", re.IGNORECASE)
 
 
 def parse_layer_name(name: str) -> LayerName | None:
@@ -154,8 +156,8 @@ def parse_layer(name: str) -> int | None:
 
 
 MAX_NAME_BYTES = 255  # in UTF-8: the limit of file systems
-_CONTROL_REGEX = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-_SURROGATE_REGEX = re.compile(r"[\ud800-\udfff]")
+_CONTROL_REGEX = declare_pattern(r"[\x00-\x1f\x7f-\x9f]")
+_SURROGATE_REGEX = declare_pattern(r"[\ud800-\udfff]")
 
 
 def find_name_error(name: str) -> str | None:

@@ -8,9 +8,9 @@ import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import field
 from fnmatch import fnmatchcase
-from typing import NamedTuple
 
 from .._util.dataclass import dataclass
+from .._util.named_tuple import NamedTuple
 from .._util.text import pluralize
 from ..errors import OptionError, SourceError
 

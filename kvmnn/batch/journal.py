@@ -15,8 +15,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
+from .._util.named_tuple import NamedTuple
 from ..errors import OptionError, OutputError
 from ..files.file_names import FOLDER_FILES, SIDECAR_SUFFIX
 from ..files.journal import Journal, JournalEntry, JournalFormat

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import PurePath
 
+from .._util.patterns import declare_pattern
 from ..arrays.naming import array_name_from_path, parse_conventional_name
 from ..bundle import manifest
 from ..compressor import has_weight_file_magic
@@ -29,7 +29,7 @@ _ARRAY_SUFFIXES = (*ARRAY_FORMATS, ".session")
 
 _TORCH_SUFFIX = ".pt"
 
-_LAYER_FOLDER_REGEX = re.compile(r"layer_[0-9]+")
+_LAYER_FOLDER_REGEX = declare_pattern(r"layer_[0-9]+")
 
 
 def accepts_file(path: str, *, arrays: bool, frames: bool, weights: bool) -> bool:

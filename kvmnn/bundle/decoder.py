@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 
+from .._util.named_tuple import NamedTuple
 from .._util.parallel import BackgroundHasher, Progress, ordered_map
 from ..arrays.array import Chunk
 from ..errors import FrameError, ManifestError

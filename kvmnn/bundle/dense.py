@@ -11,12 +11,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import field, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from .. import dense, dtypes
 from .._util.dataclass import dataclass
+from .._util.named_tuple import NamedTuple
 from .._util.parallel import InterruptibleExecutor, resolve_threads, wait_for_result
 from ..arrays.array import Chunk, LazyArray
 from ..arrays.layers import MAX_KV_HEADS, locate_array

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from functools import lru_cache
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 from .. import dtypes
 from .._util import parallel
 from .._util.dataclass import dataclass
+from .._util.named_tuple import NamedTuple
 from .._util.parallel import (
     MAX_IN_FLIGHT_BYTES,
     BackgroundHasher,

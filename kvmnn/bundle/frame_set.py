@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from .. import dtypes
 from .._util.dataclass import dataclass
+from .._util.named_tuple import NamedTuple
 from .._util.text import pluralize
 from ..arrays.array import Chunk
 from ..arrays.completeness import Completeness

@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import field
 from itertools import pairwise
 from pathlib import Path
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 from .. import dtypes
 from .._util.dataclass import dataclass
+from .._util.named_tuple import NamedTuple
+from .._util.patterns import declare_pattern
 from .._util.text import compute_ratio, pluralize
 from .._util.validation import format_fields
 from ..arrays.array import ArrayInfo
@@ -421,7 +422,7 @@ def describe_storage(arrays: Sequence[ArrayEntry]) -> str:
 MAX_MANIFEST_BYTES = 256 << 20
 _MIN_FRAME_BYTES = 14
 _AXIS_ORDERS: Final[tuple[Axes, ...]] = ("htd", "thd")
-_ARRAY_DTYPE_REGEX = re.compile(r"[<>|][fiuV][124]")
+_ARRAY_DTYPE_REGEX = declare_pattern(r"[<>|][fiuV][124]")
 
 
 def load_manifest(path: Path) -> Manifest:

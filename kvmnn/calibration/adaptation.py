@@ -10,10 +10,11 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from .._util.named_tuple import NamedTuple
 from .._util.parallel import Progress
 from ..arrays.array import Chunk
 from ..arrays.layer_cache import LayerCache

@@ -15,8 +15,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import copy
 from importlib import import_module
 from itertools import zip_longest
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
+from .._util.named_tuple import NamedTuple
+from .._util.patterns import declare_pattern
 from .._util.text import suggest
 from . import streams
 
@@ -602,7 +604,9 @@ def _check_replaced_options(command_name: str, words: list[str]) -> None:
                 _refuse_replaced(old, replaced[old])
 
 
-_NEGATIVE_NUMBER_REGEX = re.compile(r"-[0-9.][0-9.,:eE+-]*")  # lists as well, such as --shape -1,8,128: no option is so
+_NEGATIVE_NUMBER_REGEX = declare_pattern(
+    r"-[0-9.][0-9.,:eE+-]*"
+)  # lists as well, such as --shape -1,8,128: no option is so
 
 
 def _refuse_words(parser: argparse.ArgumentParser, words: list[str]) -> NoReturn:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from .._util.patterns import declare_pattern
 from ..packed.backends import BACKENDS
 from . import console, shared_options
 from .console import UsageError
@@ -435,9 +436,7 @@ def may_be_packed(path: str) -> bool:
 
 def add_unpack_hint(arguments: argparse.Namespace, message: str) -> str:
     """Extend a message that names options which this command lacks with a hint to ``kvmnn mnn unpack``."""
-    if any(
-        not hasattr(arguments, name[2:].replace("-", "_")) for name in re.findall(_OPTION_IN_MESSAGE_REGEX, message)
-    ):
+    if any(not hasattr(arguments, name[2:].replace("-", "_")) for name in _OPTION_IN_MESSAGE_REGEX.findall(message)):
         message += f"; {arguments.parser.prog} has no such option, kvmnn mnn unpack has"
     if not hasattr(arguments, "cast"):
         message = message.replace(
@@ -454,10 +453,10 @@ def add_jobs_hint(arguments: argparse.Namespace, message: str) -> str:
     return message
 
 
-_FOLDER_MESSAGE_REGEX = re.compile("not a file kvmnn knows: (it is a folder with|the folder has no manifest)")
+_FOLDER_MESSAGE_REGEX = declare_pattern("not a file kvmnn knows: (it is a folder with|the folder has no manifest)")
 
 
-_OPTION_IN_MESSAGE_REGEX = re.compile(r"--(?:kv-heads|head-dim|backend)\b")
+_OPTION_IN_MESSAGE_REGEX = declare_pattern(r"--(?:kv-heads|head-dim|backend)\b")
 
 
 def _get_tokens(arguments: argparse.Namespace) -> tuple[int, ...]:
@@ -497,7 +496,7 @@ def _looks_like_ids(ids: str) -> bool:
     return ids != console.STDIO and _IDS_REGEX.match(ids) is not None and not os.path.exists(ids)
 
 
-_IDS_REGEX = re.compile(r"[-+.,\[\]\s\d]*$|\s*\[|[^/]*,")
+_IDS_REGEX = declare_pattern(r"[-+.,\[\]\s\d]*$|\s*\[|[^/]*,")
 """Text that is (almost) a list of ids, if no file has this name: only numbers, a bracket, or a comma outside a path."""
 
 

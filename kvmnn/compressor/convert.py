@@ -7,9 +7,10 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import field, fields, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from .._util.dataclass import dataclass
+from .._util.named_tuple import NamedTuple
 from .._util.parallel import Progress
 from .._util.text import LOSSLESS, LOSSY
 from ..dtypes import Elements

@@ -14,12 +14,13 @@ import struct
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from .._util.dataclass import dataclass
+from .._util.named_tuple import NamedTuple
 from ..dtypes import BF16, FP16, FP32, DType, Elements, Floats
 from ..errors import KvmnnError, ManifestError, WeightsError
 from ..files.mapped_file import MappedFile, read_head

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice, pairwise
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from .._util.dataclass import dataclass
+from .._util.named_tuple import NamedTuple
 from ..formats.torch.tensors import TorchTensor
 from .checkpoint import count_non_finite
 from .kvcm import (

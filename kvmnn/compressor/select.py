@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import field
-from typing import Any, NamedTuple
+from typing import Any
 
 from .._util.dataclass import dataclass
+from .._util.named_tuple import NamedTuple
 from ..dtypes import parse_dtype
 from ..errors import CheckpointError, KvmnnError, LimitError
 from ..formats.torch.tensors import TorchTensor

@@ -20,11 +20,12 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol, Self
+from typing import IO, Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from .._util.named_tuple import NamedTuple
 from ..errors import KvmnnError
 from ..lm.documents import Document
 from ..reports.records import DivergenceStats

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, islice
 
 import numpy as np
 
 from .._util.dataclass import dataclass
+from .._util.patterns import declare_pattern
 from ..errors import KvmnnError
 from ..lm.documents import Document, Ids, TextTokenizer
 
@@ -37,7 +37,7 @@ _MAX_COMPARED_TEXTS = 16
 _PLACES = ("Bergen", "Lagos", "Quito", "Delhi", "Osaka", "Malmo", "Turin", "Perth", "Dakar", "Leeds", "Hanoi", "Sofia")
 MIN_CONTEXT_TOKENS = 64
 _MAX_ATTEMPTS_PER_ITEM = 50
-_WORD_REGEX = re.compile(r"[A-Za-z_]\w{3,}")
+_WORD_REGEX = declare_pattern(r"[A-Za-z_]\w{3,}")
 _SHARED_PREFIX_CHARACTERS = 6
 _REPEAT_DISTANCE_CHARACTERS = 160
 """A completed word occurred at least so far before, and not since, or it would be in every window."""

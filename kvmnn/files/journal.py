@@ -11,9 +11,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, NamedTuple, Self
+from typing import IO, Any, Self
 
 from .._util.dataclass import dataclass
+from .._util.named_tuple import NamedTuple
 from ..errors import OutputError, SourceError
 from .atomic import is_device, wrap_os_errors
 from .schema import loads_strict

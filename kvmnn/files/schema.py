@@ -13,8 +13,9 @@ from functools import cache
 from operator import attrgetter
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import NoneType
-from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Self, TypeVar, cast, get_args, get_origin, get_type_hints
 
+from .._util.named_tuple import NamedTuple
 from .._util.validation import format_fields
 from ..errors import ManifestError, SourceError, build_read_error
 from . import result_rows

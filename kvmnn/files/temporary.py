@@ -21,6 +21,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from .._util.patterns import declare_pattern
+
 fcntl: Any
 try:
     import fcntl
@@ -30,7 +32,7 @@ except ImportError:  # Windows: nothing is locked and nothing is removed
 _MAX_ATTEMPTS = 100
 """How often other processes may remove a new file before it is locked."""
 
-TEMPORARY_NAME_PATTERN = re.compile(r"\..{0,200}\.kvmnn-\d+-[0-9a-f]{8}\.tmp", re.DOTALL)
+TEMPORARY_NAME_PATTERN = declare_pattern(r"\..{0,200}\.kvmnn-\d+-[0-9a-f]{8}\.tmp", re.DOTALL)
 """Names of temporary files."""
 
 _MOVING_SUFFIX = ".moving"

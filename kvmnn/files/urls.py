@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from .._util.packages import import_optional
+from .._util.patterns import declare_pattern
 from ..errors import MissingDependencyError, OptionError
 
-URL_SCHEME_PATTERN = re.compile(r"([a-z][a-z0-9+.-]*)://")
+URL_SCHEME_PATTERN = declare_pattern(r"([a-z][a-z0-9+.-]*)://")
 NOT_FOUND_ERRORS = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """Exceptions of file systems for a missing file."""
-_CREDENTIALS_PATTERN = re.compile(r"(?<=://)[^/@]*@")
-_SECRET_OPTION_PATTERN = re.compile(r"(?i)([?&;][^=&;#]*(?:pass|secret|token|key)[^=&;#]*=)[^&;#]*")
+_CREDENTIALS_PATTERN = declare_pattern(r"(?<=://)[^/@]*@")
+_SECRET_OPTION_PATTERN = declare_pattern(r"(?i)([?&;][^=&;#]*(?:pass|secret|token|key)[^=&;#]*=)[^&;#]*")
 
 
 def is_url(path: str) -> bool:

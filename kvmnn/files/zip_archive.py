@@ -12,10 +12,10 @@ import struct
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 
+from .._util.named_tuple import NamedTuple
 from ..dtypes import Bytes
 from ..errors import LimitError, SourceError
 from .mapped_file import MappedFile

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import PurePath
-from typing import NamedTuple
 
 import numpy as np
 
+from .._util.named_tuple import NamedTuple
 from .._util.parallel import Progress
 from ..arrays.array import Chunk, LazyArray
 from ..arrays.completeness import Completeness

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import PurePath
-from typing import NamedTuple
 
 from .. import dtypes
+from .._util.named_tuple import NamedTuple
 from ..arrays.array import ArrayInfo, Chunk, LazyArray, byteswap
 from ..arrays.naming import array_name_from_path
 from ..arrays.source import Source

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from .. import dtypes
+from .._util.named_tuple import NamedTuple
 from ..arrays.array import ArrayInfo, LazyArray, LazyArrayList, LazySequence, UnsupportedArrayError, UntypedArrayError
 from ..arrays.naming import shorten_name
 from ..arrays.source import Source

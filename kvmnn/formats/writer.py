@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path, PurePath
-from typing import NamedTuple
 
 import numpy as np
 
+from .._util.named_tuple import NamedTuple
 from .._util.parallel import BackgroundHasher, Progress, parallel_map, resolve_threads
 from ..arrays.array import ArrayInfo, Chunk, LazyArray, read_elements
 from ..arrays.completeness import dump_completeness_json

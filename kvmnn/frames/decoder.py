@@ -5,11 +5,12 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from .._util.named_tuple import NamedTuple
 from .._util.parallel import parallel_map, resolve_threads
 from ..dtypes import BF16, FP16, FP32, Bytes, DType, Elements, parse_dtype
 from ..errors import FrameError, KvmnnError, LimitError

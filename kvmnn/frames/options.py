@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 from .._util.dataclass import dataclass
+from .._util.named_tuple import NamedTuple
 from ..dtypes import FP16, DType
 from ..errors import KvmnnError
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import threading
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from .._util.named_tuple import NamedTuple
 from ..dtypes import Bytes
 from . import _encoder, _fast_encoder, tuning, zstd
 from ._content_hashes import count_duplicates, sample_hashes

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from typing import NamedTuple
 
+from .._util.named_tuple import NamedTuple
 from .._util.parallel import Progress, parallel_map
 from ..dtypes import Bytes
 from . import _encoder, tuning, zstd

@@ -14,8 +14,9 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
+from .._util.named_tuple import NamedTuple
 from .._util.parallel import Job, parallel_run
 from ..dtypes import Bytes
 from ..errors import LimitError

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .._util.dataclass import dataclass
+from .._util.patterns import declare_pattern
 from .._util.text import unescape_csv
 from ..errors import SourceError
 from ..files.schema import read_object
@@ -175,7 +176,7 @@ def read_offline_ratio(path: str | os.PathLike[str]) -> OfflineRatio:
     )
 
 
-_DAMAGE_REGEX = re.compile(
+_DAMAGE_REGEX = declare_pattern(
     "|".join(
         (
             "Invalid KV realloc",

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .._util.dataclass import dataclass
+from .._util.patterns import declare_pattern
 from .._util.text import escape_markdown, pluralize, wrap_lines
 from ..errors import SourceError
 from .logs import find_log_files, get_number, parse_json_line, parse_printed_values, read_json_records, read_log
@@ -30,7 +31,7 @@ from .verdict import (
     verdict_from,
 )
 
-_BUCKET_REGEX = re.compile(r"prompt_(\d{1,12})_\d+(?:\.\w+)?$", re.IGNORECASE)
+_BUCKET_REGEX = declare_pattern(r"prompt_(\d{1,12})_\d+(?:\.\w+)?$", re.IGNORECASE)
 _NO_MODEL_MESSAGE = "LLM init error"
 
 

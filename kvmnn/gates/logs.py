@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .._util.dataclass import dataclass
+from .._util.patterns import declare_pattern
 from .._util.text import pluralize
 from ..errors import MissingFileError, SourceError, build_read_error
 from ..files.schema import Record, loads_strict, read_bounded
@@ -69,8 +70,8 @@ def order_columns(preferred_order: tuple[str, ...], rows: list[dict[str, str]]) 
     )
 
 
-_NUMBER_REGEX = re.compile(r"[-+]?[0-9]*\.?[0-9]+")
-_DECODE_REGEX = re.compile(r"<br>\s*([0-9]+(?:\.[0-9]+)?)")
+_NUMBER_REGEX = declare_pattern(r"[-+]?[0-9]*\.?[0-9]+")
+_DECODE_REGEX = declare_pattern(r"<br>\s*([0-9]+(?:\.[0-9]+)?)")
 
 
 def parse_first_number(cell: object) -> float:
@@ -99,7 +100,7 @@ def _to_float(value: str | float) -> float:
         return 0.0
 
 
-_RULE_REGEX = re.compile(r"[-:]+")
+_RULE_REGEX = declare_pattern(r"[-:]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +234,7 @@ def get_number(record: Mapping[str, Any], key: str) -> float:
     return number if math.isfinite(number) else 0.0
 
 
-_INVALID_METRIC_REGEX = re.compile(r"\s*(?:-\s*[\d.]|[-+]?(?:nan|inf))", re.IGNORECASE)
+_INVALID_METRIC_REGEX = declare_pattern(r"\s*(?:-\s*[\d.]|[-+]?(?:nan|inf))", re.IGNORECASE)
 
 LogKind = Literal["llm_bench", "llm_demo"]
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator
 from statistics import fmean
 
+from .._util.patterns import declare_pattern
 from .analysis import CaseAnalysis
 from .case_inputs import MetricRow, MetricRows
 from .latency_limits import LATENCY_LIMITS
@@ -15,7 +15,7 @@ from .verdict import FAIL, NOT_MEASURED, OFF, PASS, TOTAL_GATE, GateResult, form
 
 _NOTHING_ENCODED_TEXT = "nothing was encoded: raw_mb is 0 in every row"
 
-_PLAIN_NUMBER_REGEX = re.compile(r"\s*[-+]?\d*\.?\d+\s*")
+_PLAIN_NUMBER_REGEX = declare_pattern(r"\s*[-+]?\d*\.?\d+\s*")
 """A mean that is read as it stands; of ``1e-05`` the fork reads 1, of ``nan ± 0.1`` the deviation."""
 
 _BYTES_COLUMNS = ("h2o_lossless_raw_mb", "h2o_lossless_comp_mb")

@@ -8,12 +8,13 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from .._util.dataclass import dataclass
+from .._util.named_tuple import NamedTuple
 from .._util.packages import import_optional
 from .._util.text import pluralize
 from .._util.validation import validate_int

@@ -15,12 +15,13 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from .._util.dataclass import dataclass
+from .._util.named_tuple import NamedTuple
 from ..dtypes import Floats, Part
 from ..errors import FrameError, KvmnnError
 from ..frames import _zstdlib

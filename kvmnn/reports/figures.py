@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from .._util.named_tuple import NamedTuple
 from ..policies.policy import FullCache
 from . import plot_style
 from .plot_style import FULL_CACHE_STYLE, INK_COLOUR, MUTED_COLOUR, LineEnd, PointLabel, label_points

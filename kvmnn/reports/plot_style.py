@@ -11,12 +11,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from .._util.dataclass import dataclass
+from .._util.named_tuple import NamedTuple
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

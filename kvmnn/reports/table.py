@@ -8,9 +8,10 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import field
-from typing import Any, NamedTuple
+from typing import Any
 
 from .._util.dataclass import dataclass
+from .._util.named_tuple import NamedTuple
 from .._util.text import escape_csv, escape_markdown_cell, join_lines
 from ..files.result_rows import format_html_table
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from .._util.dataclass import dataclass
+from .._util.named_tuple import NamedTuple
 from .config import RuntimeConfig
 
 

@@ -11,9 +11,10 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from .._util.dataclass import dataclass
+from .._util.named_tuple import NamedTuple
 from ..dtypes import Bytes
 from ..errors import KvmnnError, ManifestError, OptionError, SourceError
 from ..files.schema import JsonReader, parse_document

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
-import re
 import stat
 import struct
 import threading
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from .._util.packages import import_optional
+from .._util.patterns import declare_pattern
 from ..dtypes import Bytes
 from ..errors import OptionError, SourceError, build_read_error
 
@@ -31,8 +31,8 @@ _PLAIN_MAGICS = (b"{", b"KVMNNPU", b"KVMNNPS")
 CIPHER_NAME = "XAES-256-GCM"
 
 _KEY_BYTES = 32
-_KEY_DIGITS_REGEX = re.compile(rb"\s*([0-9A-Fa-f]{64})\s*")
-_HALF_KEY_REGEX = re.compile(rb"[0-9A-Fa-f]{32}")
+_KEY_DIGITS_REGEX = declare_pattern(rb"\s*([0-9A-Fa-f]{64})\s*")
+_HALF_KEY_REGEX = declare_pattern(rb"[0-9A-Fa-f]{32}")
 _MAX_KEY_FILE_BYTES = 4096
 _OTHERS_MODE = 0o077
 _NONCE_BYTES, _TAG_BYTES = 24, 16

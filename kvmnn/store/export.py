@@ -8,11 +8,12 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .._util.dataclass import dataclass
+from .._util.named_tuple import NamedTuple
 from ..arrays.layer_cache import LayerCache
 from ..arrays.source import ROUNDED_TEXT, join_losses
 from ..dense import RopeConfig

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
+from .._util.named_tuple import NamedTuple
 from ..errors import KvmnnError
 from ..files.schema import JsonReader, parse_document, read_bounded
 from ..files.temporary import TemporaryPath

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from .._util.dataclass import dataclass
+from .._util.named_tuple import NamedTuple
+from .._util.patterns import declare_pattern
 from .._util.text import pluralize
 from .._util.validation import repr_short
 from ..arrays.layer_cache import LayerCache
@@ -31,7 +32,7 @@ MAX_LAYERS = 4096
 MAX_MODEL_CHARACTERS = 256
 
 _MAX_SESSION_NAME_CHARACTERS = 256
-_TENANT_REGEX = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_TENANT_REGEX = declare_pattern(r"[A-Za-z0-9._-]{1,64}")
 _MAX_KV_HEADS = 1 << 16
 _MAX_HEAD_DIM = 1 << 20
 _MAX_DOCUMENT_BYTES = 1 << 20

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .._util.named_tuple import NamedTuple
 from ..arrays.layer_cache import LayerCache
 from ..arrays.opaque_state import OpaqueState
 from ..arrays.source import ROUNDED_TEXT

@@ -6,11 +6,12 @@ import os
 import time
 from collections.abc import Sequence
 from heapq import merge
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from .._util.named_tuple import NamedTuple
 from .._util.text import pluralize, shorten_names
 from .._util.validation import repr_short
 from ..arrays.completeness import Completeness, LayerStateInfo

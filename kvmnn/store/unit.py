@@ -15,11 +15,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 import numpy as np
 
 from .._util.dataclass import dataclass
+from .._util.named_tuple import NamedTuple
 from .._util.parallel import parallel_map, resolve_threads
 from ..arrays.layer_cache import LayerCache
 from ..dense import RopeConfig, SharedTables

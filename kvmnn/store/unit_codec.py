@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import accumulate, groupby, pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .._util.dataclass import dataclass
+from .._util.named_tuple import NamedTuple
 from .._util.parallel import (
     InterruptibleExecutor,
     is_cancelled,

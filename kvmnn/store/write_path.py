@@ -11,11 +11,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from .._util.named_tuple import NamedTuple
 from .._util.parallel import parallel_map, resolve_threads
 from ..arrays.layer_cache import LayerCache
 from ..dense import RopeConfig

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
+from ..._util.named_tuple import NamedTuple
 from ..._util.text import format_layers, pluralize, shorten_names
 from ..._util.validation import repr_short
 from .. import (

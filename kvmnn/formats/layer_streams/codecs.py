@@ -8,12 +8,13 @@ import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import field, fields, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ..._util.dataclass import dataclass
+from ..._util.named_tuple import NamedTuple
 from ..._util.validation import validate_int
 from ...arrays.layer_cache import LayerCache
 from ...errors import OptionError, SourceError, build_read_error

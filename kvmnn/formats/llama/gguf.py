@@ -10,9 +10,10 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from ..._util.dataclass import dataclass
+from ..._util.named_tuple import NamedTuple
 from ..._util.text import pluralize
 from ...arrays.completeness import LayerStateInfo
 from ...dense import RopeConfig

@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
 from ... import dtypes
+from ..._util.named_tuple import NamedTuple
 from ..._util.text import pluralize
 from ...arrays.array import LazyArray, UnsupportedArrayError
 from ...arrays.engine_cache import EngineCacheInfo

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
-from typing import NamedTuple
 
 import numpy as np
 
 from ..._util.dataclass import dataclass
+from ..._util.named_tuple import NamedTuple
 from ..._util.text import pluralize
 from ...dtypes import PARTS, Bytes, Floats, Indices, Part, Positions
 from ...errors import SourceError

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ... import dtypes
+from ..._util.patterns import declare_pattern
 from ..._util.text import pluralize
 from ...arrays.array import Chunk, LazyArray, UnsupportedArrayError, rechunk
 from ...arrays.completeness import Completeness
@@ -271,7 +271,7 @@ _ELEMENT_TYPES_BY_KIND = {
     "F32": ("fp32", "<f4"),
     "U32": ("fp32", "<u4"),
 }
-_STATE_NAME_REGEX = re.compile(r"(\d{1,5})\.([01])(?:\.([012]))?")
+_STATE_NAME_REGEX = declare_pattern(r"(\d{1,5})\.([01])(?:\.([012]))?")
 _FIELD_NAMES = ("codes", "scales", "biases")
 
 

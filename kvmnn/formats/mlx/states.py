@@ -14,6 +14,7 @@ from typing import Final
 import numpy as np
 
 from ..._util.dataclass import dataclass
+from ..._util.patterns import declare_pattern
 from ..._util.text import pluralize
 from ...arrays.completeness import Completeness, LayerStateInfo, StateKind
 from ...dtypes import Bytes, Elements, Positions
@@ -24,12 +25,12 @@ from ..safetensors import SafetensorsHeader, TensorEntry, read_header
 from . import _groups
 
 _MAX_DETECT_HEADER_BYTES = 4 << 20
-_CACHE_CLASS_REGEX = re.compile(rb'"[12]\.0"\s*:\s*"\w*Cache"|"[12]\.0"\s*:\s*"CacheList"')
-_STATE_ENTRY_REGEX = re.compile(rb'"0\.0(\.\d+)*"\s*:\s*\{')
+_CACHE_CLASS_REGEX = declare_pattern(rb'"[12]\.0"\s*:\s*"\w*Cache"|"[12]\.0"\s*:\s*"CacheList"')
+_STATE_ENTRY_REGEX = declare_pattern(rb'"0\.0(\.\d+)*"\s*:\s*\{')
 _NUMPY_TYPE_BY_KIND = {"F16": "<f2", "BF16": "<u2", "F32": "<f4"}
 FLOAT_KINDS = tuple(_NUMPY_TYPE_BY_KIND)
 _MAX_LAYERS = 1 << 16
-_NATURAL_REGEX = re.compile(r"\d{1,9}", re.ASCII)
+_NATURAL_REGEX = declare_pattern(r"\d{1,9}", re.ASCII)
 
 
 def has_cache_entries(head: FileHead) -> bool:

@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
 from ... import dtypes
+from ..._util.named_tuple import NamedTuple
 from ..._util.parallel import Progress
 from ...arrays.array import Chunk, LazyArray, UnsupportedArrayError
 from ...arrays.layers import LayerArray, require_common_geometry

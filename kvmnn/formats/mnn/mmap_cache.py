@@ -8,18 +8,18 @@ first step, and a note says that it is inferred.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..._util.patterns import declare_pattern
 from ...errors import MissingOptionError, SourceError
 from ...files.atomic import DirectoryOutput
 from ...files.file_info import read_birth_time
 from .packed_files import PackedFiles, PackedLayer, get_file_size, list_folder
 
 _MAX_CLOCK_TICK_NS = 100 * 10**6  # times of files are as coarse as the system's clock ticks
-_DATA_NAME_REGEX = re.compile(r"(?P<address>[0-9A-F]{16})\.(?P<part>[kv])")
+_DATA_NAME_REGEX = declare_pattern(r"(?P<address>[0-9A-F]{16})\.(?P<part>[kv])")
 
 
 def has_mmap_files(listing: set[str]) -> bool:

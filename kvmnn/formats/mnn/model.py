@@ -14,9 +14,10 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePath
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 
 from ..._util.dataclass import dataclass
+from ..._util.named_tuple import NamedTuple
 from ...arrays.completeness import LayerStateInfo, StateKind
 from ...errors import OptionError, SourceError, build_read_error
 from ...files.mapped_file import MappedFile

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from ..._util.dataclass import dataclass
+from ..._util.patterns import declare_pattern
 from ..._util.text import format_range
 from ...arrays.completeness import LayerStateInfo, StateKind
 from ...dtypes import PART_LETTERS, PARTS, Part
@@ -184,9 +185,9 @@ def get_file_size(path: str) -> int:
     return status.st_size
 
 
-_DATA_NAME_REGEX = re.compile(r"(?P<name>.+)_(?P<layer>0|[1-9]\d{0,5})\.(?P<part>[kv])", re.DOTALL)
+_DATA_NAME_REGEX = declare_pattern(r"(?P<name>.+)_(?P<layer>0|[1-9]\d{0,5})\.(?P<part>[kv])", re.DOTALL)
 
-_MARKER_NAME_REGEX = re.compile(r"(?P<name>.+)_(?P<layer>0|[1-9]\d{0,5})_sync\.[kv]", re.DOTALL)
+_MARKER_NAME_REGEX = declare_pattern(r"(?P<name>.+)_(?P<layer>0|[1-9]\d{0,5})_sync\.[kv]", re.DOTALL)
 
 
 def format_data_name(name: str, layer: int, part: str) -> str:

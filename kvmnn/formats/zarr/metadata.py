@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
 from itertools import product
@@ -16,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..._util.dataclass import dataclass
+from ..._util.patterns import declare_pattern
 from ...arrays import engine_metadata
 from ...arrays.array import ArrayInfo, Order, UnsupportedArrayError
 from ...arrays.engine_cache import select_engine_layers
@@ -121,7 +121,7 @@ _BFLOAT16_NAME = "bfloat16"
 _SPECIAL_FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _BYTES_CODECS = ("zstd", "gzip", "zlib")
 _MAX_AXES = 32
-_INDEX_REGEX = re.compile(r"0|[1-9][0-9]{0,17}")
+_INDEX_REGEX = declare_pattern(r"0|[1-9][0-9]{0,17}")
 
 
 @dataclass(frozen=True, kw_only=True)

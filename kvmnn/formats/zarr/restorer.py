@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from typing import NamedTuple
 
+from ..._util.named_tuple import NamedTuple
 from ..._util.parallel import Progress
 from ..._util.validation import repr_short
 from ...arrays.source import Source, list_losses

@@ -11,10 +11,11 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from ..._util.named_tuple import NamedTuple
 from ..._util.packages import get_version
 from ..._util.parallel import BackgroundHasher, Progress, ordered_map
 from ...arrays.array import Chunk, LazyArray

@@ -15,16 +15,17 @@ import numpy as np
 
 from ..._util.dataclass import dataclass
 from ..._util.packages import import_optional
+from ..._util.patterns import declare_pattern
 from ...errors import ModelError
 from ..windows import list_windows
 from .model_files import ModelFiles, get_section, iter_subgraphs
 
-_PAST = re.compile(r"(?:past_key_values|past_key_value|past|past_kv)[._](\d+)[._](key|value|k|v)")
-_PRESENT = re.compile(r"(?:present_key_values|present_key_value|present|present_kv)[._](\d+)[._](key|value|k|v)")
-_ATTENTION = re.compile(r"attentions?[._](\d+)")
-_QUERIES = re.compile(r"queries[.](\d+)")
-_BIAS = re.compile(r"attention_bias[.](\d+)")
-_KEY_POSITIONS = re.compile(r"key_positions[.](\d+)")
+_PAST = declare_pattern(r"(?:past_key_values|past_key_value|past|past_kv)[._](\d+)[._](key|value|k|v)")
+_PRESENT = declare_pattern(r"(?:present_key_values|present_key_value|present|present_kv)[._](\d+)[._](key|value|k|v)")
+_ATTENTION = declare_pattern(r"attentions?[._](\d+)")
+_QUERIES = declare_pattern(r"queries[.](\d+)")
+_BIAS = declare_pattern(r"attention_bias[.](\d+)")
+_KEY_POSITIONS = declare_pattern(r"key_positions[.](\d+)")
 _LENGTH_COUNTING_OPERATORS = {
     "GroupQueryAttention",
     "SparseAttention",

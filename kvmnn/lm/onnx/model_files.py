@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import field
 from pathlib import Path, PureWindowsPath
@@ -12,12 +11,13 @@ from typing import Any
 
 from ..._util.dataclass import dataclass
 from ..._util.packages import import_optional
+from ..._util.patterns import declare_pattern
 from ...errors import MissingFileError, ModelError, SourceError, build_read_error
 from ...files.mapped_file import MappedFile
 from ...files.schema import read_object_or_empty
 from ..importer.catalog import build_missing_error, resolve_model_path
 
-_ERROR_NOISE = re.compile(r"\[ONNXRuntimeError\] : \d+ : \w+ : |/\S+\.(?:h|cc):\d+ ")
+_ERROR_NOISE = declare_pattern(r"\[ONNXRuntimeError\] : \d+ : \w+ : |/\S+\.(?:h|cc):\d+ ")
 
 
 def read_onnx_graph(path: Path) -> Any:

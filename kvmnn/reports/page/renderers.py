@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from importlib.resources import files
 
+from ..._util.patterns import declare_pattern
 from ..._util.text import escape_control, escape_markdown, join_lines
 from . import charts
 from .blocks import (
@@ -305,7 +306,7 @@ def _render_line_sample(series: ChartSeries) -> str:
     return f'<svg viewBox="0 0 28 14" aria-hidden="true" fill="{colour}">{parts}</svg>'
 
 
-_MARKDOWN_SPECIAL_REGEX = re.compile(r"([\\`*_\[\]<>|~#])")
+_MARKDOWN_SPECIAL_REGEX = declare_pattern(r"([\\`*_\[\]<>|~#])")
 _MAX_MARKDOWN_ROWS = 40
 
 

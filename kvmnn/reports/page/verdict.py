@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
+from ..._util.patterns import declare_pattern
 from ..._util.text import pluralize
 from ...evaluation.result import EvaluationResult
 from ...gates.summary import NOT_FINISHED_REASON
@@ -94,8 +95,8 @@ TONE_BY_VERDICT: dict[str, Tone] = {
 MAX_SHOWN_CASES = 60
 """Cases that have a card, and a table of gates."""
 
-_NUMBER_REGEX = re.compile(r"\s*([-+]?\d[\d,]*(?:\.\d+)?)\s*(%|us)?")
-_LIMIT_REGEX = re.compile(r"(<=|>=|<|>)\s*([-+]?\d[\d,]*(?:\.\d+)?)\s*(%|us)?")
+_NUMBER_REGEX = declare_pattern(r"\s*([-+]?\d[\d,]*(?:\.\d+)?)\s*(%|us)?")
+_LIMIT_REGEX = declare_pattern(r"(<=|>=|<|>)\s*([-+]?\d[\d,]*(?:\.\d+)?)\s*(%|us)?")
 
 
 def build_verdict_head(inputs: ReportInputs) -> VerdictBlock:

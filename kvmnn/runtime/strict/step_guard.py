@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
+from ..._util.named_tuple import NamedTuple
 from ..._util.text import pluralize
 from ..._util.validation import validate_int
 from ...errors import KvmnnError

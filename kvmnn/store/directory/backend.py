@@ -11,10 +11,11 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
+from ..._util.named_tuple import NamedTuple
 from ..._util.text import pluralize
 from ..._util.validation import repr_short
 from ...arrays.source import join_losses

@@ -16,10 +16,11 @@ import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
+from ..._util.named_tuple import NamedTuple
+from ..._util.patterns import declare_pattern
 from ...dtypes import Bytes
 from ...errors import KvmnnError, ManifestError, OptionError, SourceError
 from ...files.atomic import wrap_os_errors
@@ -283,10 +284,10 @@ _MAX_NAME_BYTES = 4096
 _SEQUENCE_MAGIC = b"KVMNNPT1"
 _SEQUENCE_STRUCT = struct.Struct(f"<8sII{KEY_BYTES}s")
 _KEY_PATTERN = f"[0-9a-f]{{{2 * KEY_BYTES}}}"
-_TABLES_NAME_REGEX = re.compile(f"{_KEY_PATTERN}-{_KEY_PATTERN}")
-_PIN_NAME_REGEX = re.compile(_KEY_PATTERN + re.escape(PIN_SUFFIX))
-_LABEL_NAME_REGEX = re.compile(_KEY_PATTERN + re.escape(LABEL_SUFFIX))
-_OWN_FOLDER_REGEX = re.compile("spaces|texts|tables|models|staging|units(/[0-9a-f]{3,})?")
+_TABLES_NAME_REGEX = declare_pattern(f"{_KEY_PATTERN}-{_KEY_PATTERN}")
+_PIN_NAME_REGEX = declare_pattern(_KEY_PATTERN + re.escape(PIN_SUFFIX))
+_LABEL_NAME_REGEX = declare_pattern(_KEY_PATTERN + re.escape(LABEL_SUFFIX))
+_OWN_FOLDER_REGEX = declare_pattern("spaces|texts|tables|models|staging|units(/[0-9a-f]{3,})?")
 _OWN_NAME_PATTERNS = {
     "": r"store\.json|rebuild\.lock|counters\.sqlite(-journal)?"
     r"|index(-\d{1,9})?\.sqlite(-wal|-shm|-journal|\.new(-journal)?)?",

@@ -8,7 +8,6 @@ column. So every row is fetched with the types of its columns, and all its value
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import sqlite3
 import threading
@@ -17,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NewType, TypeVar, get_args
 
+from ..._util.patterns import declare_pattern
 from ..._util.validation import repr_short
 from ...errors import KvmnnError, MissingFileError, OutputError, SourceError
 from ..backend import StoreSettings
@@ -167,7 +167,7 @@ _DISK_CODES = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANT
 """Errors of SQLite that are not damage: another process writes, or the disk fails."""
 _MIN_FREE_BYTES = 64 << 10
 """With less the disk is full for an index: SQLite needs two pages and 32 KiB of shared memory to write anything."""
-_INDEX_NAME_REGEX = re.compile(r"index(?:-(\d{1,9}))?\.sqlite")
+_INDEX_NAME_REGEX = declare_pattern(r"index(?:-(\d{1,9}))?\.sqlite")
 """Each rebuilt index has a higher number, and the highest is valid. A name is never used twice: SQLite writes and
 removes other files by the name of the database."""
 

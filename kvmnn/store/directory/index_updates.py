@@ -13,8 +13,9 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from ..._util.named_tuple import NamedTuple
 from ...errors import ManifestError
 from ...files.atomic import wrap_os_errors
 from ..backend import (

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import NamedTuple
 
 from ..._util.dataclass import dataclass
+from ..._util.named_tuple import NamedTuple
 from ..backend import PrefixMatch, StateLocation, UnitSlice
 from ..namespace import (
     Ids,

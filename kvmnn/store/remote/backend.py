@@ -13,10 +13,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..._util.named_tuple import NamedTuple
 from ...dtypes import Bytes
 from ...errors import KvmnnError, ManifestError, OptionError, OutputError, SourceError
 from ..backend import (

@@ -9,8 +9,8 @@ import heapq
 import json
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple
 
+from ..._util.named_tuple import NamedTuple
 from ...errors import ManifestError
 from ...files.schema import parse_document
 from .key_values import CircuitBreaker

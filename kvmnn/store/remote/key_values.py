@@ -22,6 +22,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from ..._util.packages import import_optional
+from ..._util.patterns import declare_pattern
 from ...errors import KvmnnError, OptionError
 from ..backend import BackendUnavailableError
 from ..encryption import StoreCipher, UnsealError
@@ -203,7 +204,9 @@ class CircuitBreaker:
         raise BackendUnavailableError(f"{self.label}: {last_problem}")
 
 
-_PIPELINE_ERROR_REGEX = re.compile(r"Command # \d+ \((\S+ [\w:./-]*).*\) of pipeline caused error: (.*)", re.DOTALL)
+_PIPELINE_ERROR_REGEX = declare_pattern(
+    r"Command # \d+ \((\S+ [\w:./-]*).*\) of pipeline caused error: (.*)", re.DOTALL
+)
 """The error of one command among several, in which redis-py shows the value to be written: bytes of K and V."""
 _MAX_ERROR_CHARACTERS = 100
 
@@ -260,7 +263,7 @@ def _is_open(name: str) -> bool:
 
 
 _LOCAL_PROTOCOLS = {"file", "local"}
-_STAGED_REGEX = re.compile(r"\.[0-9a-f]{8}\.tmp$")
+_STAGED_REGEX = declare_pattern(r"\.[0-9a-f]{8}\.tmp$")
 _MIN_COLLECTABLE_AGE_SECONDS = 3600
 """Age at which the writer of a value has ended, or has written what refers to it."""
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 import numpy as np
 
+from ..._util.patterns import declare_pattern
 from ..._util.text import pluralize
 from ..._util.validation import repr_short
 from ...arrays.source import join_losses
@@ -64,7 +64,7 @@ from .records import (
 
 _SESSIONS_FOLDER, _LABELS_FOLDER, _LOSSES_FOLDER = "sessions", "labels", "losses"
 _MAX_SESSION_BYTES = 256 << 20
-_UNIT_NAME_REGEX = re.compile("[0-9a-f]{32}")
+_UNIT_NAME_REGEX = declare_pattern("[0-9a-f]{32}")
 """Names of labels have the same form."""
 _MAX_REQUEST_BYTES = 32 << 20
 """Bytes of units that are read in one round trip, unless a single unit has more."""

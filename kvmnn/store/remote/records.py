@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import struct
 from dataclasses import field
-from typing import NamedTuple
 
 import numpy as np
 
 from ..._util.dataclass import dataclass
+from ..._util.named_tuple import NamedTuple
 from ...frames.buffers import integrity_checksum
 from ..backend import MAX_BLOCK_TOKENS, MAX_UNIT_PRIORITY, MAX_UNIT_USES, compute_benefit
 from ..namespace import (

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ..._util.dataclass import dataclass
+from ..._util.named_tuple import NamedTuple
 from ..._util.text import LOSSY, compute_ratio, escape_control, pluralize
 from ..._util.validation import repr_short
 from ...arrays.layer_cache import LayerCache

@@ -8,11 +8,11 @@ tick. `tests/store/test_simulation.py` compares it with real stores.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from ..._util.named_tuple import NamedTuple
 from ..backend import STORE_POLICIES, compute_benefit
 from ._kernel import POLICY_NUMBERS, SimulatedStore, find_next_uses
 from .trace import BlockTrace

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from array import array
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
@@ -17,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..._util.dataclass import dataclass
+from ..._util.patterns import declare_pattern
 from ..._util.text import escape_control
 from ..._util.validation import repr_short
 from ...errors import SourceError
@@ -27,7 +27,7 @@ MAX_LINE_BYTES = 64 << 20
 MAX_REQUESTS = 1 << 28
 _MAX_SYMBOL_TOKENS = 1 << 16
 MOONCAKE_BLOCK_TOKENS, BAILIAN_BLOCK_TOKENS = 512, 16
-_PLAIN_IDS_REGEX = re.compile(r"[\d\s,]+")
+_PLAIN_IDS_REGEX = declare_pattern(r"[\d\s,]+")
 _MAX_SYMBOL = 0xFFFFFFFF
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -438,7 +439,7 @@ def test_compact_equals_the_engine(prefix, run):
     assert "layer 0 holds the tokens 0:13, 15:1, 50:10" in run("inspect", "e").out
 
 
-def test_compact_plan_of_each_layer(prefix, run):
+def test_compact_plan_of_each_layer(prefix, run, monkeypatch):
     plan = [{"layer": 1, "remove": 70, "pairs": [[0, 16], [24, 8]]}, {"layer": 0, "remove": 5, "pairs": []}]
     Path("plan.json").write_text(json.dumps(plan))
     document = json.loads(run("mnn", "compact", *prefix.argv, "--plan", "plan.json", "-o", "c/", "--json").out)
@@ -446,6 +447,15 @@ def test_compact_plan_of_each_layer(prefix, run):
     assert document["cache"]["layers"][1]["positions"] == [[0, 16], [24, 8]]
     run("mnn", "unpack", "c", "-o", "c.npz")
     assert np.load("c.npz")["layer_1.value"].shape == (2, 24, 6)
+    with open("plan.json", "rb") as stream:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(stream))
+        run("mnn", "compact", *prefix.argv, "--plan", "-", "-o", "piped/")
+    assert layer_files("piped") == layer_files("c")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"[")))
+    assert (
+        "standard input: is not valid JSON"
+        in run("mnn", "compact", *prefix.argv, "--plan", "-", "-o", "d/", code=1).err
+    )
     Path("plan.json").write_text(json.dumps(plan[:1]))
     assert (
         "has plans for 1 layers" in run("mnn", "compact", *prefix.argv, "--plan", "plan.json", "-o", "d/", code=1).err
@@ -583,8 +593,11 @@ def test_packed_int8_cache_is_read_with_a_note(tmp_path, monkeypatch, run, int8)
     assert f"int8 {'K and V' if int8 == 'both' else 'K'} (lP8 4, hP8 8)" in said
     assert "(840 live" in said
     assert "int8 caches need the backend named" in run("mnn", "unpack", *argv, "-o", "b.npz", code=2).err
-    compact = ["mnn", "compact", *argv, *ON_AVX2, "--name", "x", "--remove", 3, "-o", "c/"]
+    compact = ["mnn", "compact", *argv, *ON_AVX2, "--remove", 3, "-o", "c/"]  # no name would help
     assert "an int8 cache: the engine keeps no part of a window" in run(*compact, code=1).err
+    fewer = run("mnn", "unpack", *argv, *ON_AVX2, "--valid-tokens", TOKENS - 3, "-o", "fewer.npz").err
+    doubt = f"rows after the {TOKENS - 3} tokens are not zero, up to row {TOKENS}: more tokens may be live than"
+    assert doubt in fewer and doubt not in run("mnn", "unpack", *argv, *ON_AVX2, "-o", "all.npz").err
     repack = ["mnn", "repack", *argv, "--backend", "x86-avx2", "--target-backend", "x86-sse", "-o", "d/"]
     assert "K lacks a constant for each channel" in run(*repack, code=1).err
 

@@ -285,7 +285,8 @@ def add_compact_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--plan",
         metavar="FILE",
-        help='one plan for each layer instead: a JSON list of {"layer": 0, "remove": N, "pairs": [[begin, size], ...]} '
+        help="one plan for each layer instead (-: standard input): a JSON list of "
+        '{"layer": 0, "remove": N, "pairs": [[begin, size], ...]} '
         "(kvmnn plan); positions.json of dump-kv --policy, or its folder; or the --json of eval --plot",
     )
     parser.add_argument("--plan-label", metavar="LABEL", help="of an evaluation of several policies, which")

@@ -7,6 +7,7 @@ remaining tokens; they are written to a JSON sidecar next to the files.
 from __future__ import annotations
 
 import mmap
+import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -30,6 +31,7 @@ from ...dense import RopeConfig
 from ...dtypes import Bytes, Positions
 from ...errors import KvmnnError, MissingOptionError, OptionError, SourceError
 from ...files.atomic import DirectoryOutput, StagedFile, wrap_os_errors
+from ...files.mapped_file import STDIN, MappedFile
 from ...files.schema import JsonReader, Record, json_key, parse_document, read_bounded
 from ...packed import cache_info
 from ...packed.cache import PackedCache
@@ -83,9 +85,9 @@ def read_compaction_plans(path: str, info: CacheInfo, *, label: str | None = Non
     Parameters
     ----------
     path
-        A JSON file: a list of ``{"layer": 0, "remove": N, "pairs": [[begin, size], ...]}`` (``kvmnn plan``, ``-o`` or
-        ``--json``); ``positions.json`` of ``kvmnn dump-kv --policy``, or its folder; or what ``kvmnn eval --plot DIR
-        --json`` prints.
+        A JSON file (``"-"``: standard input): a list of ``{"layer": 0, "remove": N, "pairs": [[begin, size], ...]}``
+        (``kvmnn plan``, ``-o`` or ``--json``); ``positions.json`` of ``kvmnn dump-kv --policy``, or its folder; or what
+        ``kvmnn eval --plot DIR --json`` prints.
     info
         The cache.
     label
@@ -99,27 +101,32 @@ def read_compaction_plans(path: str, info: CacheInfo, *, label: str | None = Non
     MissingOptionError
         When an evaluation has several policies.
     """
-    file = Path(path, POSITIONS_NAME) if Path(path).is_dir() else Path(path)
+    file = os.path.join(path, POSITIONS_NAME) if os.path.isdir(path) else path
     plans = _parse_plan_file(file, info, label)
     for layer, plan in zip(info.layers, plans, strict=True):
         try:
             apply_plan(layer, plan)
         except OptionError as error:
-            raise SourceError(f"{file}: {error}") from None
+            raise SourceError(f"{'standard input' if file == STDIN else file}: {error}") from None
     return plans
 
 
-def _parse_plan_file(file: Path, info: CacheInfo, label: str | None) -> list[CompactionPlan]:
-    document = parse_document(read_bounded(file, _MAX_PLAN_BYTES), str(file), _MAX_PLAN_BYTES)
+def _parse_plan_file(file: str, info: CacheInfo, label: str | None) -> list[CompactionPlan]:
+    if file == STDIN:
+        stream = MappedFile(STDIN, max_bytes=_MAX_PLAN_BYTES)
+        document = parse_document(stream.read_head(stream.size), stream.label, _MAX_PLAN_BYTES)
+    else:
+        document = parse_document(read_bounded(Path(file), _MAX_PLAN_BYTES), file, _MAX_PLAN_BYTES)
     if isinstance(document.value, dict) and "traces" in document.value:
         return _parse_evaluation_plans(document, info, label)
     if label is not None:
-        raise SourceError(f"{file}: is no result of eval, of whose policies one could be named")
+        raise SourceError(f"{document.label}: is no result of eval, of whose policies one could be named")
     if isinstance(document.value, dict) and "layers" in document.value:
         entries = document.get("layers").read_list()
         if any(isinstance(entry.value, dict) and {"pairs", "heads"} & entry.value.keys() for entry in entries):
             return _parse_pair_plans(document, entries, info)
-        _check_token_ids(file, info)
+        if file != STDIN:
+            _check_token_ids(Path(file), info)
         tokens_seen = document.get("tokens_seen").read_int(1) if "tokens_seen" in document.value else None
         entry_by_layer = {parse_layer_number(entry, index): entry for index, entry in enumerate(entries)}
         positions_by_layer = {layer: entry.get("positions") for layer, entry in entry_by_layer.items()}
@@ -407,9 +414,9 @@ def compact(
     """
     start_time = time.perf_counter()
     info = reader.info
+    layer_plans = _expand_plans(reader, plans, dialect)  # what no name mends comes first
     name = resolve_prefix_name(name, info)
     with DirectoryOutput(output, force=force, exclude=reader.files.opened_files) as directory:
-        layer_plans = _expand_plans(reader, plans, dialect)
         layers = tuple(apply_plan(layer, plan) for layer, plan in zip(info.layers, layer_plans, strict=True))
         info = add_losses(info, reader.ignored_conflict)
         after = replace(info, kind="prefix", name=validate_prefix_name(name), layers=layers, next_position=None)

@@ -191,7 +191,13 @@ def open_packed_files(files: PackedFiles, options: PackedOptions) -> PackedCache
     if not options.is_of_frames:  # frames that are compared have every row
         counts = row_counts or count_nonempty_rows(files, match, choice.layouts, tokens)
         empty_rows_loss = _check_empty_rows(files, options, describe_empty_rows(files, counts, tokens))
-        info = replace(info, loss=join_losses(info.loss, empty_rows_loss))
+        markers_losses = [f"{problem}: not checked whether its files belong together" for problem in files.problems]
+        info = replace(info, loss=join_losses(info.loss, empty_rows_loss, *markers_losses))
+        if match.layout.is_quantized:  # unused rows of int8 V are not zero, those of K are
+            all_counts = count_nonempty_rows(files, match, choice.layouts)
+            all_counts = replace(all_counts, values_by_head=all_counts.keys_by_head)
+            option_name = "--valid-tokens" if options.valid_tokens else "--token-ids"
+            notes += list_token_doubts(all_counts, tokens, option_name)[0]
         if sidecar_info is None:
             _refuse_zero_rows(files, options, counts, tokens)
         else:  # frames that are compared show the first difference

@@ -20,7 +20,7 @@ from kvmnn import KvmnnError, OutputError, PackLayout, SourceError
 from kvmnn.dtypes import PARTS
 from kvmnn.formats import find_packed
 from kvmnn.formats import open as open_any
-from kvmnn.formats.mnn import CompactionPlan, compact, open_packed, pack, packed_io, repack
+from kvmnn.formats.mnn import CompactionPlan, compact, open_packed, pack, packed_io, repack, unpack
 from kvmnn.formats.mnn import mmap_cache as mnn_live
 from kvmnn.formats.mnn import packed_files as mnn_prefix
 from kvmnn.formats.mnn.model import compute_fingerprint, read_model_geometry
@@ -219,7 +219,12 @@ def test_read_incomplete_files_are_refused(prefix, change, message):
 
 def test_read_missing_markers_can_be_ignored(prefix):
     (prefix.path / "sys_0_sync.k").unlink()
-    assert len(read(prefix.path, (70,), ignore_markers=True).arrays) == 4
+    source = read(prefix.path, (70,), ignore_markers=True)
+    assert len(source.arrays) == 4
+    unpacked = unpack(source, str(prefix.path.parent / "x.npz"))
+    assert unpacked.label == "LOSSLESS copy of LOSSY K and V"
+    assert unpacked.losses[0].startswith("LOSSY: 1 of 4 markers are missing, sys_0_sync.k first")
+    assert unpacked.losses[0].endswith("not checked whether its files belong together")
 
 
 def test_read_file_truncated_after_open_is_refused(prefix):

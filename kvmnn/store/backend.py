@@ -574,6 +574,9 @@ class StoreBackend(Protocol):
     ) -> Iterator[tuple[str, StoredText]]:
         """Yield labels and their sequences, of all `keys` or of these; damaged ones are skipped."""
 
+    def list_damaged_labels(self) -> list[bytes]:
+        """Return the keys of the sequences of all namespaces whose labels cannot be read."""
+
     def delete_labels(self, keys: Sequence[bytes]) -> None:
         """Remove the labels of the sequences with these keys (`namespace.compute_sequence_key`)."""
 

@@ -257,7 +257,7 @@ class CleanupResult(Record):
     foreign: tuple[str, ...] = ()
     #: Labels of shorter sequences that began a deleted one and went with it.
     lost_labels: tuple[str, ...] = field(default=(), metadata={"omit": True})
-    #: Sessions that have token ids of a deleted sequence until `PrefixStore.forget`.
+    #: Sessions that have token ids of a deleted sequence until they are removed.
     sessions: tuple[str, ...] = field(default=(), metadata={"omit": True})
     #: One line for each damaged unit of a deleted sequence, which was removed first.
     notes: tuple[str, ...] = field(default=(), metadata={"omit": True})
@@ -285,7 +285,7 @@ class CleanupResult(Record):
             text += f"\n  shorter texts that began it went with it, as no pin keeps them: {labels_text}"
         if self.sessions:
             names = ", ".join(map(escape_control, self.sessions))
-            text += f"\n  its token ids stay in sessions (PrefixStore.forget removes one): {names}"
+            text += f"\n  its token ids stay in sessions (store rm STORE NAME removes one): {names}"
         if self.young_files:
             young_text = pluralize(self.young_files, "file")
             text += f"\n  that nothing refers to, and left as a put may be at work: {young_text} younger than an hour"
@@ -354,7 +354,7 @@ class StoreVerifyResult(Record):
     #: Units that follow damaged ones: they are unreachable, and were removed as well.
     lost: int = 0
     #: One line for each recovery file of a directory that was missing or damaged and was written again; for each
-    #: damaged session of a remote store; and for each Redis key of another type.
+    #: damaged session of a remote store; for each damaged label; and for each Redis key of another type.
     damaged_files: tuple[str, ...] = ()
     #: One line for an index, or settings, that were lost or damaged and rebuilt when the store was opened.
     rebuilt_parts: tuple[str, ...] = ()
@@ -460,6 +460,8 @@ class StoreListing(Record):
     texts: tuple[StoreEntry, ...]
     #: Bytes of all units, each counted once.
     bytes: int = 0
+    #: Names of the sessions.
+    sessions: tuple[str, ...] = field(default=(), metadata={"omit": True})
     #: Number of namespaces with texts, if these are the texts of none and there are none; their names are their own.
     namespaces: int = field(default=0, metadata={"omit": True})
 
@@ -485,12 +487,19 @@ class StoreListing(Record):
         row_bytes = sum(entry.bytes for entry in self.texts)
         shared_note = f" (the rows have {row_bytes:,}, as texts share beginnings)" if row_bytes > self.bytes else ""
         total_text = f"{pluralize(len(lines), 'text')}, {self.bytes:,} bytes in all{shared_note}"
+        if not lines:
+            total_text = "no texts"
         if self.namespaces:
             namespaces_text = pluralize(self.namespaces, "namespace")
-            return f"no texts outside of the {namespaces_text} (--namespace NAME; store stat --namespaces lists them)"
+            total_text += f" outside of the {namespaces_text} (--namespace NAME; store stat --namespaces lists them)"
         if any(entry.is_lossy for entry in self.texts):
             total_text += f"\n{LOSSY}: {_LISTING_HINT}"
-        return "\n".join([*lines, total_text]) if lines else "no texts"
+        if self.sessions:
+            session_names = ", ".join(map(escape_control, self.sessions))
+            total_text += (
+                f"\n{pluralize(len(self.sessions), 'session')} (store rm STORE NAME removes one): {session_names}"
+            )
+        return "\n".join([*lines, total_text])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -885,6 +885,11 @@ class PrefixStore:
         if not texts and re.fullmatch(rf"[0-9a-f]{{1,{MIN_REFERENCE_LETTERS - 1}}}", reference):
             problem += f", and a handle has at least {MIN_REFERENCE_LETTERS} letters"
         problem = self._describe_cut(cut_texts[0]) if cut_texts and not texts else f"{problem} (kvmnn store ls)"
+        num_damaged = 0 if texts or cut_texts else len(self._with_retry(self._backend.list_damaged_labels))
+        if num_damaged:
+            problem += (
+                f"; {pluralize(num_damaged, 'label')} cannot be read: use the handle (kvmnn store gc removes them)"
+            )
         raise KvmnnError(f"{self._backend.label}: {repr_short(reference)}: {problem}")
 
     def _describe_cut(self, text: StoredText) -> str:
@@ -894,6 +899,10 @@ class PrefixStore:
         problem = "is damaged" if left.notes else "is damaged, or was evicted"
         left_text = f"{left.tokens:,} of {pluralize(num_tokens, 'token')} are left (kvmnn store verify)"
         return ": ".join([f"its text {problem}", left_text, *left.notes])
+
+    def has_label(self, label: str) -> bool:
+        """Return whether any sequence has this label, whether all of it is stored or not."""
+        return self._with_retry(lambda: any(name == label for name, _ in self._backend.iter_labels()))
 
     def count_labelled(self, label: str) -> int:
         """Return how many sequences have this label; `resolve` takes it only of one."""
@@ -1111,6 +1120,7 @@ class PrefixStore:
 
         def collect() -> CleanupResult:
             result = self._backend.collect_garbage(max_stored_bytes)
+            self._backend.delete_labels(self._backend.list_damaged_labels())
             self._delete_labels_without_texts()
             return replace(result, is_lossy=self.is_lossy)
 
@@ -1124,7 +1134,12 @@ class PrefixStore:
         result = self._with_retry(lambda: self._backend.verify(self._threads))
         if not self._backend.read_only:
             self._metrics.record_damages(len(result.damaged))
-        return result
+        handles = [key.hex()[:MIN_HANDLE_LETTERS] for key in self._with_retry(self._backend.list_damaged_labels)]
+        label_notes = [
+            f"{self._backend.label}: the label of the text {handle} cannot be read (gc removes it)"
+            for handle in handles
+        ]
+        return replace(result, damaged_files=(*result.damaged_files, *label_notes))
 
     def stats(self, *, all_namespaces: bool = False) -> StoreStats:
         """Return counts of what is stored, in this namespace or in all of them, and the hits of `get` so far."""
@@ -1152,8 +1167,8 @@ class PrefixStore:
         self._metrics.add_listener(listener)
 
     def ls(self) -> StoreListing:
-        """Return the stored sequences, the most recently used first."""
-        listing = self._with_retry(self._backend.list_entries)
+        """Return the stored sequences, the most recently used first, and the names of the sessions."""
+        listing = replace(self._with_retry(self._backend.list_entries), sessions=tuple(self.sessions()))
         if listing.texts or self._tenant:
             return listing
         return replace(listing, namespaces=len({entry.name for entry in self.namespaces()} - {""}))

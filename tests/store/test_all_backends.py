@@ -523,7 +523,7 @@ def test_delete_names_sessions_that_have_the_ids(url: str) -> None:
         put(store, ids)
         result = store.delete(ids, model=MODEL)
         assert sorted(result.sessions) == result.to_dict()["sessions"] == ["longer", "shorter"]
-        assert "stay in sessions (PrefixStore.forget removes one): longer, shorter" in str(result)
+        assert "stay in sessions (store rm STORE NAME removes one): longer, shorter" in str(result)
         for name in ("longer", "shorter"):
             store.forget(name)
         put(store, ids)
@@ -615,3 +615,49 @@ def test_stats_count_a_block_of_two_units_once(url: str) -> None:
         for num_tokens in (100, 1400):
             put(store, text[:num_tokens])
         assert store.stats().blocks == 1400 // 64
+
+
+def test_gc_removes_labels_that_cannot_be_read(url: str) -> None:
+    """The error about a name says that there are some; a handle names their texts."""
+    text, other = [*range(40)], [*range(50, 80)]
+    with PrefixStore(url) as store:
+        for ids, label in ((text, "one"), (other, "two")):
+            store.put(ids, layers_of(ids), model=MODEL, label=label)
+        key = store.resolve("one").key
+        backend = store._backend
+        if isinstance(backend, DirectoryBackend):
+            path = backend.folder / "texts" / f"{key.hex()}.label"
+            path.write_bytes(path.read_bytes()[:-9] + b"?" + path.read_bytes()[-8:])
+        else:
+            backend.key_values.put_many({f"labels/{key.hex()}": b"{"})
+        said = r"no text with this label or handle \(kvmnn store ls\); 1 label cannot be read: use the handle"
+        with pytest.raises(KvmnnError, match=said):
+            store.resolve("one")
+        assert store.resolve(key.hex()[:6]).ids.tolist() == text
+        (note,) = store.verify().damaged_files
+        assert f"the label of the text {key.hex()[:6]} cannot be read (gc removes it)" in note
+        store.gc()
+        assert store.verify().damaged_files == () and store.has_label("two")
+        assert len(backend.list_label_keys()) == 1
+
+
+@pytest.mark.parametrize("engine", ["directory", "redis"])
+def test_rm_removes_a_session_that_ls_shows(
+    engine: str, new_url: Callable[[str], str], run: Callable[..., Any]
+) -> None:
+    """A text whose label is equal goes first, and then the session, whatever handles begin so."""
+    url, ids = new_url(engine), [*range(40)]
+    with PrefixStore(url) as store:
+        store.park("chat", ids, layers_of(ids), model=MODEL)
+        handle = store.ls().texts[0].key[:6]
+        store.park(handle, ids, layers_of(ids), model=MODEL)
+        store.put(ids, layers_of(ids), model=MODEL, label="chat")
+    names = ", ".join(sorted(["chat", handle]))
+    assert run("store", "ls", url).out.endswith(f"\n2 sessions (store rm STORE NAME removes one): {names}\n")
+    assert json.loads(run("store", "ls", url, "--json").out)["sessions"] == sorted(["chat", handle])
+    said = f"removed 0 units, 0 bytes: only the session '{handle}' was removed, with its token ids\n"
+    assert run("store", "rm", url, handle).out == said
+    assert run("store", "rm", url, "chat").out.endswith("stay in sessions (store rm STORE NAME removes one): chat\n")
+    assert "only the session 'chat' was removed" in run("store", "rm", url, "chat").out
+    assert run("store", "ls", url).out == "no texts\n"
+    run("store", "rm", url, "chat", code=1)

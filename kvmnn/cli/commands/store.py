@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         StoreStats,
     )
     from ...store.fingerprints import FingerprintMethod
+    from ...store.results import CleanupResult
 
 _MAX_MODELS_SHOWN = 3
 _MAX_LABEL_CHARACTERS, _MAX_LABEL_TOKENS = 40, 24
@@ -498,6 +499,16 @@ def _choose_model(store: PrefixStore, arguments: argparse.Namespace) -> str:
     return stored_models[0] if stored_models else "none"
 
 
+def _forget_session(store: PrefixStore, name: str) -> CleanupResult | None:
+    """Remove the session with this name and return what was done; None where none has it, or a text has it as label."""
+    from ...store.results import CleanupResult
+
+    if name not in store.sessions() or store.has_label(name):
+        return None
+    store.forget(name)
+    return CleanupResult(kept=f"only the session {repr_short(name)} was removed, with its token ids")
+
+
 def _run_remove(store: PrefixStore, arguments: argparse.Namespace) -> tuple[CommandResult, int]:
     from ...errors import KvmnnError
 
@@ -638,12 +649,12 @@ prefix, to the token. Equal prefixes are stored once, losslessly (docs/prefix-st
                       cache that an engine loads (--cast: in its dtype);
                       --partial: full attention alone, without windows
                       and state, which no model continues from
-  ls, stat STORE      stored texts; sizes and hits; --speed: where they pay
+  ls, stat STORE      texts, sessions; sizes, hits; --speed: where they pay
   serve-metrics STORE Prometheus text over HTTP (--listen)
   verify STORE        decode and compare all, remove damage (--dry-run: name it)
   gc STORE            remove unreferenced data; --size-limit SIZE: and texts
                       by the policy of the store, down to SIZE
-  rm STORE            remove what no other text continues and no pin keeps
+  rm STORE            remove a session, or what no other text or pin needs
   pin, unpin STORE    protect a text from eviction, or no longer
   export STORE -o F   write a text to one file, for another machine
   import STORE F      import such a file
@@ -755,7 +766,7 @@ def add_parser(subparsers: Any) -> None:
         nargs="*",
         default=[],
         metavar="IN",
-        help="put: caches of the text; import: a file of export; else a label or handle",
+        help="put: caches of the text; import: a file of export; else a label or handle; rm: or a session",
     )
     packed_options.add_origin_options(
         parser,
@@ -1010,6 +1021,10 @@ def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
     def run_with_store(*, read_only: bool) -> tuple[CommandResult, int]:
         with open_store(read_only=read_only) as store:
             try:
+                if arguments.action == "rm" and arguments.inputs:
+                    forgotten = _forget_session(store, arguments.inputs[0])
+                    if forgotten is not None:
+                        return forgotten, 0
                 if takes_reference and arguments.inputs:
                     takes_part = arguments.action in _PART_ACTIONS
                     arguments.resolved = store.resolve(arguments.inputs[0], partial=takes_part)

@@ -78,6 +78,7 @@ from .files import (
     LABEL_SUFFIX,
     PIN_SUFFIX,
     SETTINGS_FILE,
+    TABLES_FOLDER,
     RecoveryFiles,
     SavedSequence,
     StagedFiles,
@@ -307,7 +308,7 @@ class DirectoryBackend:
         if header.dense is not None and header.dense.tables_key:
             name = make_object_name(header.namespace_key, header.dense.tables_key)
             if not self.recovery_files.has_tables(name):
-                raise DamagedUnitError("its tables are gone")
+                raise DamagedUnitError(f"its tables are gone ({TABLES_FOLDER}/{name})")
 
     def has_losses(self, prefix_match: PrefixMatch) -> bool:
         return any(map(self._has_loss, prefix_match.list_units()))
@@ -1259,6 +1260,9 @@ class DirectoryBackend:
         for name, namespace_key, ids in saved:
             if namespace_key in namespaces:
                 yield name, StoredText(namespaces[namespace_key], ids)
+
+    def list_damaged_labels(self) -> list[bytes]:
+        return self.recovery_files.list_damaged_labels()
 
     def delete_labels(self, keys: Sequence[bytes]) -> None:
         for key in keys:

@@ -278,7 +278,7 @@ PIN_SUFFIX, SESSION_SUFFIX, LABEL_SUFFIX = ".pin", ".session", ".label"
 _LOSS_SUFFIX = ".loss"
 """Of what K and V of a namespace had lost before they were put."""
 
-_NAMESPACES_FOLDER, _SEQUENCES_FOLDER, _TABLES_FOLDER = "spaces", "texts", "tables"
+_NAMESPACES_FOLDER, _SEQUENCES_FOLDER, TABLES_FOLDER = "spaces", "texts", "tables"
 _MAX_DOCUMENT_BYTES = 1 << 20
 _MAX_NAME_BYTES = 4096
 _SEQUENCE_MAGIC = b"KVMNNPT1"
@@ -442,16 +442,16 @@ class RecoveryFiles:
         """Write shared tables, unless they are written already."""
         name = make_object_name(namespace.key, tables.key)
         if self.read_tables(name) != tables.data:
-            self._write(Path(_TABLES_FOLDER, name), tables.data)
+            self._write(Path(TABLES_FOLDER, name), tables.data)
 
     def list_table_names(self) -> list[str]:
         """Return the names of all table sets."""
-        return self._list_names(_TABLES_FOLDER, _TABLES_NAME_REGEX)
+        return self._list_names(TABLES_FOLDER, _TABLES_NAME_REGEX)
 
     def read_tables(self, name: str) -> bytes | None:
         """Return the bytes of table sets; None if they are unreadable."""
         try:
-            return self._read(Path(_TABLES_FOLDER, name), MAX_TABLE_SETS_BYTES)
+            return self._read(Path(TABLES_FOLDER, name), MAX_TABLE_SETS_BYTES)
         except UnsealError:
             return b""
         except (KvmnnError, OSError):
@@ -459,15 +459,15 @@ class RecoveryFiles:
 
     def has_tables(self, name: str) -> bool:
         """Return whether shared tables are there."""
-        return Path(self._folder, _TABLES_FOLDER, name).is_file()
+        return Path(self._folder, TABLES_FOLDER, name).is_file()
 
     def delete_tables(self, names: Iterable[str]) -> int:
         """Delete table sets; return the bytes of their files."""
         nbytes = 0
         for name in names:
             with suppress(OSError):
-                nbytes += (self._folder / _TABLES_FOLDER / name).stat().st_size
-                self._delete(Path(_TABLES_FOLDER, name))
+                nbytes += (self._folder / TABLES_FOLDER / name).stat().st_size
+                self._delete(Path(TABLES_FOLDER, name))
         return nbytes
 
     def save_sequence(self, sequence: SavedSequence) -> None:
@@ -500,6 +500,19 @@ class RecoveryFiles:
             sequence = _decode_sequence(self._read(_make_label_path(key), _MAX_SEQUENCE_BYTES))
             return None if sequence is None else sequence.name
         return None
+
+    def list_damaged_labels(self) -> list[bytes]:
+        """Return the keys of the sequences whose labels are damaged."""
+        damaged_keys = []
+        for key in self.list_label_keys():
+            with suppress(OSError):  # it may be readable later
+                try:
+                    is_intact = _decode_sequence(self._read(_make_label_path(key), _MAX_SEQUENCE_BYTES)) is not None
+                except (SourceError, UnsealError):
+                    is_intact = False
+                if not is_intact:
+                    damaged_keys.append(key)
+        return damaged_keys
 
     def delete_label(self, key: bytes) -> None:
         """Delete the label of the sequence with this `compute_sequence_key`."""

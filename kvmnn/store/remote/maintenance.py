@@ -593,10 +593,26 @@ class RemoteBackend(RemoteBackendBase):
         for data in self.key_values.get_many(names):
             with suppress(KvmnnError):
                 if data is not None:
-                    label = parse_document(data, "a label", _MAX_SESSION_BYTES).get("name").read_str()
-                    text = StoredText(*_decode_saved_text(data, "a label", label, self.cipher.secret))
+                    label, text = self._parse_label(data)
                     if all_namespaces or text.namespace.tenant == self.tenant:
                         yield label, text
+
+    def _parse_label(self, data: bytes) -> tuple[str, StoredText]:
+        """Parse the document of a label; raise `KvmnnError` for a damaged one."""
+        label = parse_document(data, "a label", _MAX_SESSION_BYTES).get("name").read_str()
+        return label, StoredText(*_decode_saved_text(data, "a label", label, self.cipher.secret))
+
+    def list_damaged_labels(self) -> list[bytes]:
+        keys = self.list_label_keys()
+        values = self.key_values.get_many([f"{_LABELS_FOLDER}/{key.hex()}" for key in keys])
+        damaged_keys = []
+        for key, data in zip(keys, values, strict=True):
+            try:
+                if data is not None:
+                    self._parse_label(data)
+            except KvmnnError:
+                damaged_keys.append(key)
+        return damaged_keys
 
     def delete_labels(self, keys: Sequence[bytes]) -> None:
         self.check_writable()

@@ -5,6 +5,7 @@ Whatever the damage: exit status 0, 1 or 2, one line of error, no exception, not
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import shutil
@@ -20,8 +21,8 @@ from hostile_files import quietly, samples
 from kvmnn.formats import ARRAY_FORMATS
 
 MORE = int(os.environ.get("KVMNN_ATTACKS", "1"))
-"""So many times as many attacks: `make attack` asks for eight times of what `make test-all` has time for."""
-CUTS, FLIPS, LIES = 25 * MORE, 15 * MORE, 12 * MORE
+"""So many times as many attacks: `make attack` asks for many more than `make test-all` has time for."""
+CUTS, FLIPS, LIES = (12, 8, 12) if MORE == 1 else (25 * MORE, 15 * MORE, 12 * MORE)
 SLOW = {"settings of a model", "tokenizer", "text", "ONNX", "dump, measured"}
 """Readers that take some 30 ms a file; they get a third."""
 SECONDS = 10
@@ -125,7 +126,12 @@ class Reader:
         code, errors = quietly(command.format(**{"in": self.inside, "out": out}).split())
         assert time.monotonic() - start < SECONDS, "slow"
         assert code in (0, 1, 2), f"exit status {code}: {errors}"
-        told = [line for line in errors.splitlines() if not line.startswith(("kvmnn: note: ", "kvmnn: warning: "))]
+        # Below an error there may be commands that would do.
+        told = [
+            line
+            for line in errors.splitlines()
+            if not line.startswith(("kvmnn: note: ", "kvmnn: warning: ", "  kvmnn "))
+        ]
         assert all(line.startswith("kvmnn: error: ") for line in told), errors
         # verify has a line for each finding; others say on standard output what they found, inspect what is damaged
         is_answer = command.startswith(("verify ", *TELLING)) or (command.startswith("inspect ") and code == 1)
@@ -134,14 +140,18 @@ class Reader:
         if self.sample.is_written_to:
             self.fill()
         assert self.names() == inside, "the input's folder was changed"
-        left = [path.name for path in out.parent.iterdir() if code != 0 and path.name.startswith(out.name)]
-        left += [path.name for path in out.parent.iterdir() if path.name.startswith(".") or ".tmp" in path.name]
+        outputs = os.listdir(out.parent)
+        left = [name for name in outputs if code != 0 and name.startswith(out.name)]
+        left += [name for name in outputs if name.startswith(".") or ".tmp" in name]
         assert not left, f"left over: {left}"
         return code, errors
 
-    def names(self) -> set[Path]:
-        """Files of the input, but for the graphs that kvmnn.lm keeps next to a model."""
-        return set(self.inside.rglob("*")) - set(self.inside.glob("*.kvmnn-*.onnx"))
+    def names(self) -> set[str]:
+        """Files and folders of the input, but for the graphs that kvmnn.lm keeps next to a model."""
+        found = {f"{folder}/{name}" for folder, folders, files in os.walk(self.inside) for name in (*folders, *files)}
+        return {
+            name for name in found if not re.fullmatch(rf"{re.escape(str(self.inside))}/[^/]*\.kvmnn-[^/]*\.onnx", name)
+        }
 
     def commands(self, name: str) -> list[str]:
         """Those that read the file `name`: all of them, unless they name others of the damaged files."""
@@ -199,7 +209,7 @@ def collect_problems(reader: Reader, attacks: Iterable[tuple[str, str, bytes, li
 @pytest.mark.slow
 @pytest.mark.parametrize("reader", READERS, indirect=True)
 def test_damaged_files_are_read_or_refused(reader: Reader) -> None:
-    """Every kind of damage in every file of every reader; `make attack` does eight times as many of each."""
+    """Every kind of damage in every file of every reader; `make attack` does many times as many."""
     problems = []
     for name in reader.sample.damaged:
         commands, whole = reader.commands(name), reader.sample.files[name]
@@ -221,9 +231,15 @@ def test_damaged_files_are_read_or_refused(reader: Reader) -> None:
 )
 def test_json_from_no_encoder_is_read_or_refused(reader: Reader) -> None:
     problems = []
+    gc.disable()  # what earlier tests left would be finalized deep in a document, where no stack is left for it
     for name in reader.sample.damaged:
         if name.endswith(".json"):
             reader.restart()
-            commands = reader.commands(name)
-            problems += collect_problems(reader, ((name, what, data, commands) for what, data in HOSTILE_JSON.items()))
+            commands = reader.commands(name)  # each reads the document by the same function
+            attacks = (
+                (name, what, data, [commands[number % len(commands)]])
+                for number, (what, data) in enumerate(HOSTILE_JSON.items())
+            )
+            problems += collect_problems(reader, attacks)
+    gc.enable()
     assert not problems, "\n".join([f"{len(problems)} problems", *problems[:20]])

@@ -116,10 +116,12 @@ def columns(path: Path) -> list[tuple[str, str]]:
 
 @pytest.mark.slow
 def test_store_index_forged_values_raise_kvmnn_errors(store: Path, tmp_path: Path) -> None:
-    """Every value in every column, each before one operation by turns of a seeded order; eight in `make attack`."""
+    """A seeded half of all values in all columns, each before one operation; `make attack` has all before eight."""
     rng = Random(5)
     forged = [(*column, value) for column in columns(store / "index.sqlite") for value in VALUES]
     assert len(forged) > 200
+    if MORE == 1:
+        forged = rng.sample(forged, len(forged) // 2)
     for table, column, value in forged:
         for name in rng.sample(sorted(OPERATIONS), k=min(len(OPERATIONS), MORE)):
             folder = shutil.copytree(store, tmp_path / "s")

@@ -28,11 +28,12 @@ TIMES = ("seconds", "model_seconds", "policy_seconds", "tokens_per_second", "sto
 DIVERGENCES = ("divergence", "deep_divergence", "cut_divergence")  # a store has scores, no distributions
 
 
-@pytest.fixture(scope="module", params=[Tiny(), Tiny(half=True, layers=3)], ids=["fp32", "fp16"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    request.param.save(folder / "model.onnx")
-    return folder
+MODELS = {"fp32": Tiny(), "fp16": Tiny(half=True, layers=3)}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: model.save(tmp_path_factory.mktemp(name) / "model.onnx").parent for name, model in MODELS.items()}
 
 
 def document(name: str, seed: int, shared: int = 60, tokens: int = 90) -> Document:
@@ -82,7 +83,8 @@ def taken(result) -> list[list[int | None]]:
 
 
 @pytest.mark.slow
-def test_evaluate_unwritable_store_costs_no_score(model: Path, tmp_path: Path) -> None:
+def test_evaluate_unwritable_store_costs_no_score(models: dict[str, Path], tmp_path: Path) -> None:
+    model = models["fp32"]
     with PrefixStore(tmp_path / "store"):
         (tmp_path / "store" / "staging").write_text("in the way")
     found = measured(model, tmp_path / "store")
@@ -92,17 +94,20 @@ def test_evaluate_unwritable_store_costs_no_score(model: Path, tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("steps", "first", "again"),
+    ("name", "steps", "first", "again"),
     [
-        ({"chunk": 1, "prompt": 40}, [[0, 59, 44], [0, 40, 40], [40, 40, 40]], [89, 89, 69]),
-        ({"chunk": 1}, [[0, 59, 44], [0, 0, 0], [0, 0, 0]], [89, 89, 69]),
-        ({"chunk": 16}, [[0, 48, 32], [0, 16, 16], [16, 16, 16]], [64, 64, 48]),
-        ({"chunk": 7, "prompt": 60}, [[0, 60, 0], [0, 60, 0], [60, 60, 60]], [81, 81, 60]),
-        ({"chunk": 1, "prompt": 80}, [[0, 0, 0], [0, 0, 0], [80, 80, 0]], [89, 89, 0]),
+        ("fp16", {"chunk": 1, "prompt": 40}, [[0, 59, 44], [0, 40, 40], [40, 40, 40]], [89, 89, 69]),
+        ("fp32", {"chunk": 1}, [[0, 59, 44], [0, 0, 0], [0, 0, 0]], [89, 89, 69]),
+        ("fp32", {"chunk": 16}, [[0, 48, 32], [0, 16, 16], [16, 16, 16]], [64, 64, 48]),
+        ("fp16", {"chunk": 7, "prompt": 60}, [[0, 60, 0], [0, 60, 0], [60, 60, 60]], [81, 81, 60]),
+        ("fp32", {"chunk": 1, "prompt": 80}, [[0, 0, 0], [0, 0, 0], [80, 80, 0]], [89, 89, 0]),
     ],
 )
-def test_evaluate_with_store_equals_without(model: Path, tmp_path: Path, steps, first, again) -> None:
+def test_evaluate_with_store_equals_without(
+    models: dict[str, Path], tmp_path: Path, name: str, steps, first, again
+) -> None:
     """Policies that begin with their first step's rows, one that cannot, and the full cache at any step."""
+    model = models[name]
     wanted = measured(model, None, **steps)
     with PrefixStore(tmp_path / "s", block_tokens=16):
         pass
@@ -121,8 +126,9 @@ def test_evaluate_with_store_equals_without(model: Path, tmp_path: Path, steps, 
 
 @pytest.mark.slow
 def test_evaluate_with_store_never_repeats_shared_prompt(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    model = models["fp16"]
     measured(model, tmp_path / "s", texts=TEXTS[:1], prompt=50)
     fed: list[int] = []
     step = DecoderSession.run_step

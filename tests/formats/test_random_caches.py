@@ -19,7 +19,7 @@ from kvmnn.bundle import EncodeOptions, encode_source, open_frames
 from kvmnn.formats import restore, restore_file
 from kvmnn.formats.zarr import encode_store, restore_store
 
-SEEDS = 40
+SEEDS = 16
 
 
 def assert_same(source: Source, odd: Odd, limit: int | None = None) -> None:

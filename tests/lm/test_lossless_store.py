@@ -59,10 +59,10 @@ def policies() -> list[Policy]:
     ]
 
 
-@pytest.fixture(scope="module", params=sorted(FORMS))
-def session(request: Any, tmp_path_factory: pytest.TempPathFactory) -> DecoderSession:
-    path = tmp_path_factory.mktemp("tiny") / "model.onnx"
-    return DecoderSession.open(FORMS[request.param].save(path), attentions=True, cache=False)
+@pytest.fixture(scope="module")
+def sessions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, DecoderSession]:
+    paths = {name: form.save(tmp_path_factory.mktemp("tiny") / "model.onnx") for name, form in FORMS.items()}
+    return {name: DecoderSession.open(path, attentions=True, cache=False) for name, path in paths.items()}
 
 
 def fed(runner: Runner) -> np.ndarray:
@@ -74,8 +74,16 @@ CASES = [("store", policy) for policy in policies()]
 CASES += [(mode, create_policy("streaming", budget=50)) for mode in ("full", "probe")]  # which leave the rows alone
 
 
-@pytest.mark.parametrize(("mode", "policy"), mark_most_slow(CASES, 3), ids=lambda value: getattr(value, "name", value))
-def test_lossless_store_logits_equal_plain(session: DecoderSession, policy: Policy, mode: str) -> None:
+FORM_CASES = [*(("half", *case) for case in CASES), *(("float", *case) for case in CASES[::2])]
+
+
+@pytest.mark.parametrize(
+    ("form", "mode", "policy"), mark_most_slow(FORM_CASES, 3), ids=lambda value: getattr(value, "name", value)
+)
+def test_lossless_store_logits_equal_plain(
+    sessions: dict[str, DecoderSession], form: str, policy: Policy, mode: str
+) -> None:
+    session = sessions[form]
     plain, stored = Runner(session, policy), Runner(session, policy, lossless=config(mode))
     expected, found = fed(plain), fed(stored)
     assert found.tobytes() == expected.tobytes()
@@ -165,7 +173,8 @@ def test_lossless_store_scope_equals_full_runtime(mode: str, evicting: dict[str,
         assert sum(kept) >= layers - max(1, sum(layer.updates > 0 for layer in metrics.layers))
 
 
-def test_lossless_store_invalid_configuration_is_refused(session: DecoderSession) -> None:
+def test_lossless_store_invalid_configuration_is_refused(sessions: dict[str, DecoderSession]) -> None:
+    session = sessions["half"]
     with pytest.raises(KvmnnError, match="layer_nums is 9, the model has 3 layers"):
         Runner(session, lossless=RuntimeConfig.from_engine({"layer_nums": 9}))
     with pytest.raises(KvmnnError, match="packed or in the lossless runtime"):

@@ -50,6 +50,14 @@ CASES = [
     if form != "optimum's mask" or 1 not in options.get("skip_layers", ())  # layer 0 must not be the shorter one there
 ]
 
+SLACKS = (4, None, 0, 100)
+SLACK_CASES = [
+    (*case, slack)
+    for number, case in enumerate(CASES)
+    for slack in (SLACKS if case[0] in ("grouped heads", "fp16 cache") else SLACKS[number % 4 : number % 4 + 1])
+]
+"""Each policy with each form of a graph, and with each slack on two of them."""
+
 
 @pytest.fixture(scope="module")
 def sessions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, DecoderSession]:
@@ -82,8 +90,9 @@ class Reference:
         return logits
 
 
-@pytest.mark.parametrize("slack", mark_most_slow([4, None, 0, 100], 4))
-@pytest.mark.parametrize(("form", "name", "options"), CASES, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    ("form", "name", "options", "slack"), mark_most_slow(SLACK_CASES, 2), ids=lambda value: str(value)[:40]
+)
 def test_runner_logits_equal_numpy_with_evicting_cache(
     sessions: Any, form: str, name: str, options: dict[str, Any], slack: int | None
 ) -> None:
@@ -215,7 +224,7 @@ def test_runner_large_budget_equals_full_cache(shipped: DecoderSession, text: np
     budget = {} if name == "l2_ratio" else {"budget": 5000}
     policy = create_policy(name, **budget, **ROOMY.get(name, {}))
     full, cut = Runner(shipped), Runner(shipped, policy)
-    assert np.array_equal(read(full, text[:200]), read(cut, text[:200]))
+    assert np.array_equal(read(full, text[:80]), read(cut, text[:80]))
     for ours, theirs in zip(cut.cache.copy_layers(), full.cache.copy_layers(), strict=True):
         assert np.array_equal(ours.keys, theirs.keys) and np.array_equal(ours.values, theirs.values)
 
@@ -226,12 +235,12 @@ def test_runner_cache_sizes_equal_the_budget(shipped: DecoderSession, text: np.n
     for name, more in (("recent_only", {"skip_layers": ()}), ("streaming", {}), ("h2o_decayed", {}),
                        ("h2o_decayed_heads", {}), ("h2o_heads", {"recent": 50})):  # fmt: skip
         runner = Runner(shipped, create_policy(name, budget=100, **more))
-        for chunk in range(0, 240, 3):
+        for chunk in range(0, 150, 3):
             runner.step(text[chunk : chunk + 3])
             assert runner.cache.tokens == [min(100, chunk + 3)] * 6
     lazy = Runner(shipped, create_policy("h2o_tokens", budget=100))
     lengths = []
-    for i in range(400):
+    for i in range(240):
         lazy.step(text[i : i + 1])
         lengths.append(lazy.cache.tokens[3])
     assert max(lengths) == 164 and min(lengths[164:]) == 100
@@ -249,7 +258,7 @@ def test_runner_cache_sizes_equal_the_budget(shipped: DecoderSession, text: np.n
 )  # fmt: skip
 def test_runner_packed_cache_equals_plain(shipped: DecoderSession, text: np.ndarray, policy: Policy) -> None:
     plain, packed = Runner(shipped, policy), Runner(shipped, policy, packed="x86-avx2")
-    assert np.array_equal(read(plain, text[:400]), read(packed, text[:400]))
+    assert np.array_equal(read(plain, text[:200]), read(packed, text[:200]))
     for ours, theirs in zip(packed.cache.copy_layers(), plain.cache.copy_layers(), strict=True):
         assert np.array_equal(ours.keys, theirs.keys) and np.array_equal(ours.values, theirs.values)
         assert np.array_equal(ours.positions, theirs.positions)
@@ -259,7 +268,7 @@ def test_runner_packed_cache_equals_plain(shipped: DecoderSession, text: np.ndar
 def test_runner_slack_does_not_change_logits(shipped: DecoderSession, text: np.ndarray) -> None:
     policy = create_policy("h2o_decayed_heads", budget=96)
     at_once, later = Runner(shipped, policy, max_masked=0), Runner(shipped, policy, max_masked=64)
-    assert np.abs(read(at_once, text) - read(later, text)).max() < 1e-4
+    assert np.abs(read(at_once, text[:300]) - read(later, text[:300])).max() < 1e-4
     assert later.cache.peak_nbytes > at_once.cache.peak_nbytes
     for layer in range(6):
         assert np.array_equal(at_once.cache.get_positions(layer), later.cache.get_positions(layer))

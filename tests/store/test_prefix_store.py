@@ -215,7 +215,7 @@ def test_store_equals_dictionary_model(tmp_path_factory: pytest.TempPathFactory,
 @pytest.mark.parametrize(
     "options", [{"max_bytes": 1500}, {"namespace": "a", "quota": 1500, "key": KEY}], ids=["limit", "quota, encrypted"]
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.data())
 def test_store_evictions_never_yield_other_rows(
     tmp_path_factory: pytest.TempPathFactory, options: dict[str, Any], data: st.DataObject

@@ -29,7 +29,7 @@ from kvmnn.store.simulation import (
 from kvmnn.store.simulation.simulator import SIMULATED_POLICIES, simulate_store
 from kvmnn.store.simulation.trace import RequestTrace, split_into_blocks
 
-MANY = 10_000 if os.environ.get("KVMNN_ATTACKS") else 800
+REQUESTS = [250, 10_000] if os.environ.get("KVMNN_ATTACKS") else [250]
 SHAPE = parse_model_shape("2x2x64,fp16")
 
 
@@ -64,7 +64,7 @@ def random_texts(rng: np.random.Generator, number: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("policy", STORE_POLICIES)
-@pytest.mark.parametrize("requests", [250, pytest.param(MANY, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("requests", REQUESTS)
 def test_simulator_finds_what_a_real_store_finds(requests, policy, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(directory_backend, "_TOUCH_INTERVAL_SECONDS", 0.0)  # each use is its own
     monkeypatch.setattr(unit_codec, "MAX_UNIT_TOKENS", 16)

@@ -251,20 +251,20 @@ def test_llama_passthrough_note_when_arrays_are_encoded(tmp_path: Path, run) -> 
 
 
 @pytest.mark.slow
-def test_llama_passthrough_verify_compares_every_byte(tmp_path: Path, run) -> None:
-    """Every byte of a file of a hybrid model: token ids, positions, and the state after K and V."""
+def test_llama_passthrough_verify_compares_all_parts(tmp_path: Path, run) -> None:
+    """Every third byte of a file of a hybrid model: token ids, positions, and the state after K and V."""
     shape = Shape(layers=1, dims=32, k_type="q8_0")
     data, _ = llama_files.state(Random(2), shape, [3], recurrent=1)
     path, other = tmp_path / "x.session", tmp_path / "other.session"
     path.write_bytes(data)
     frames = there_and_back(run, path)
     equal = 0
-    for place in range(len(data)):
+    for place in range(0, len(data), 3):
         other.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
         said = run("verify", frames, "--against", other, code=1).err  # refused, or DIFFERS
         assert said.count("\n") == 1
         equal += f"DIFFERS from {other}: the file differs from byte {place:,} on, outside of its arrays" in said
-    assert equal > 50
+    assert equal > 16
     other.write_bytes(data[:12] + b"\x01" + data[13:])  # the first token id
     assert json.loads(run("verify", frames, "--against", other, "--json", code=1).out)["difference"]["array"] is None
 

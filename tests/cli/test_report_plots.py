@@ -54,9 +54,10 @@ def test_report_reads_printed_json(run, tmp_path, saved):
 @pytest.mark.slow
 def test_report_existing_plots_need_force(run, tmp_path, saved):
     (tmp_path / "keep_map.svg").write_text("mine")
-    assert "keep_map.svg: exists already" in run("report", saved, "-o", tmp_path, code=1).err
+    svg = ("--plot-format", "svg")
+    assert "keep_map.svg: exists already" in run("report", saved, "-o", tmp_path, *svg, code=1).err
     assert (tmp_path / "keep_map.svg").read_text() == "mine"
-    run("report", saved, "-o", tmp_path, "-f", "--plot-format", "svg", "-q")
+    run("report", saved, "-o", tmp_path, "-f", *svg, "-q")
     assert "mine" not in (tmp_path / "keep_map.svg").read_text()
 
 
@@ -124,7 +125,7 @@ def test_report_other_files_are_one_line_error(capsys, tmp_path, data, message):
 
 
 def fails(capsys, path, output, message):
-    assert main(["report", str(path), "-o", f"{output}/"]) == 1
+    assert main(["report", str(path), "-o", f"{output}/", "--plot-format", "svg"]) == 1
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
     assert err.startswith("kvmnn: error: ") and message in err

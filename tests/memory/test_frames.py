@@ -14,7 +14,7 @@ FILE_BYTES = 240 << 20
 FRAME_BYTES = 20 << 20
 
 
-@pytest.fixture(scope="module", params=["<f2", "<f4"])
+@pytest.fixture(scope="module", params=["<f4"])
 def large(request, tmp_path_factory):
     """A file of which a part is hard to compress and the rest is easy, so that the test is quick."""
     path = tmp_path_factory.mktemp("large") / "large.npy"

@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> None:
     result = evaluate(
         model,
         text,
-        ["recent_only", "streaming", "h2o_decayed_heads"],
+        ["streaming", "h2o_decayed_heads"],
         ["25%", "50%"],
         settings=EvaluationSettings(tokens=512, prompt=256, chunk=16),
     )

@@ -127,7 +127,7 @@ def test_killed_verb_leaves_complete_outputs(
     expected, moments = whole.made(), answer["moments"]
     assert moments > 0 and expected != whole.inputs
     rng = Random(verb)
-    step = 1 if os.environ.get("KVMNN_ATTACKS") else 2  # make attack takes every moment
+    step = 1 if os.environ.get("KVMNN_ATTACKS") else 4  # make attack takes every moment
     ways = [{"die_at": moment + 1} for moment in range(0, moments, step)]
     ways += [{"after": rng.random() / 10} for _ in range(3)]
     for number, way in enumerate(ways):

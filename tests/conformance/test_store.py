@@ -27,6 +27,10 @@ def test_store_every_trace_is_reproduced(traces: Path) -> None:
     assert len(results) == 140
 
 
+PROBLEMS = 6
+"""As many changes at once as a case tells apart: it stops after eight problems."""
+
+
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Paths of all numbers and strings of a document."""
     if isinstance(value, dict):
@@ -57,17 +61,23 @@ def check_fields(traces: Path, tmp_path: Path, name: str, seen: set[tuple[str, .
     (tmp_path / "arrays.tar").write_bytes((traces / "arrays.tar").read_bytes())
     with tarfile.open(traces / "events.tar") as archive:
         document = json.load(archive.extractfile(case["events"]))  # type: ignore[arg-type]
+    changes: dict[tuple[int, str], tuple[Any, ...]] = {}  # one in each field of an event, to tell their problems apart
     for path in leaves(document["events"]):
         kind = tuple(part for part in path if isinstance(part, str))
-        if kind in seen or kind == ("call",):
-            continue
-        seen.add(kind)
+        if kind not in seen and kind != ("call",) and path[:2] not in changes:
+            seen.add(kind)
+            changes[path[:2]] = path
+    for begin in range(0, len(changes), PROBLEMS):
         changed = json.loads(json.dumps(document))
-        place = changed["events"]
-        for part in path[:-1]:
-            place = place[part]
-        place[path[-1]] = altered(place[path[-1]])
-        assert problems(tmp_path, case["events"], changed), kind
+        wanted = []
+        for (event, field), path in [*changes.items()][begin : begin + PROBLEMS]:
+            place = changed["events"]
+            for part in path[:-1]:
+                place = place[part]
+            place[path[-1]] = altered(place[path[-1]])
+            wanted.append(f"call {changed['events'][event]['call']}: {field}")
+        found = problems(tmp_path, case["events"], changed)
+        assert [text for text in wanted if not any(text in problem for problem in found)] == [], found
     without = json.loads(json.dumps(document))
     del without["events"][-1]
     assert problems(tmp_path, case["events"], without)

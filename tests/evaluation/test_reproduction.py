@@ -12,7 +12,6 @@ import pytest
 import reproduce
 
 SAMPLE = (
-    "recent 128",
     "streaming 4+124",
     "l2_low 128 share 0.5 skip01",
     "h2o 128 4+92+32",

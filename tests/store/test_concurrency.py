@@ -19,13 +19,13 @@ WAYS = [("lru", "plain"), ("benefit", "plain"), ("benefit", "encrypted")]
 @pytest.mark.slow
 @pytest.mark.parametrize(("policy", "encryption"), WAYS, indirect=["encryption"])
 def test_store_parallel_processes_share_it(policy: str, encryption: str, tmp_path: Path) -> None:
-    assert min(together(tmp_path / "s", processes=8, seconds=1, policy=policy)) > 0
+    assert min(together(tmp_path / "s", processes=4, seconds=0.5, policy=policy)) > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("policy", "encryption"), WAYS, indirect=["encryption"])
 def test_store_survives_kill_at_any_moment(policy: str, encryption: str, tmp_path: Path) -> None:
-    killed(tmp_path / "s", times=4, policy=policy)
+    killed(tmp_path / "s", times=2, policy=policy)
 
 
 def test_store_is_shared_by_threads(tmp_path: Path, encryption: str) -> None:

@@ -88,7 +88,7 @@ def test_rebuild_index_after_random_damage(folder: Path, tmp_path: Path) -> None
     """Random damage: found rows are those that were put, and verify repairs the rest."""
     chance = random.Random(5)
     good = (folder / "index.sqlite").read_bytes()
-    for number in range(24):
+    for number in range(12):
         data = bytearray(good)
         for _ in range(chance.choice((1, 8, 200))):
             data[chance.randrange(len(data))] = chance.randrange(256)

@@ -120,7 +120,6 @@ class _Replay:
                 found["zero_tokens_seen"] = zeros
             self.planner.call = self.call
             event = self.runtime.end_call(sums=self.planner.no_sums(live[0].shape[1]))
-            found |= event.to_dict()
             if expected is not None and "live1" in expected:
                 found["live1"] = _hash(self.runtime.get_live_rows(layer))
             self.applies += "-" if event.is_in_scope is None else str(int(event.is_in_scope))
@@ -129,7 +128,7 @@ class _Replay:
             if event.has_effect or sampled or last:
                 self.seen.append(self.call)
             if expected is not None:
-                self.compare(found, expected)
+                self.compare(found | event.to_dict(), expected)
             self.call += 1
         self.runtime.end_step()
         self.decode = True

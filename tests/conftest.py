@@ -73,6 +73,14 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., SimpleNamespace]:
 
 
 @pytest.fixture
+def without_collector() -> Iterator[None]:
+    """No garbage collections: of syntax trees of all modules they take as long as parsing, and find nothing."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture
 def without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Evaluations and batches of the command run in this process, where its processes are not what is tested."""
     from in_process import measure_in_process, run_jobs_in_process

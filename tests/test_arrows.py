@@ -117,6 +117,7 @@ def circle(root: Path) -> list[str]:
     return []
 
 
+@pytest.mark.usefixtures("without_collector")
 def test_imports_point_down() -> None:
     assert wrong_arrows(ROOT / "kvmnn") == []
 

@@ -128,6 +128,7 @@ def find_duplicate_classes(modules: dict[str, ast.Module]) -> dict[str, list[str
     return {name: paths for name, paths in paths_by_name.items() if len(paths) > 1}
 
 
+@pytest.mark.usefixtures("without_collector")
 def test_package_names_follow_the_vocabulary() -> None:
     bad_names = {name for path, tree in read_modules().items() for name in iter_own_names(path, tree)}
     assert sorted(bad_names - JSON_KEYS) == []
@@ -171,6 +172,7 @@ def test_package_planted_duplicate_class_is_reported() -> None:
     assert find_duplicate_classes(modules) == {"Row": ["a.py", "b.py"]}
 
 
+@pytest.mark.usefixtures("without_collector")
 def test_test_names_begin_with_the_unit() -> None:
     paths = [path for folder in sorted(TEST_FOLDERS) for path in sorted((TESTS / folder).rglob("test_*.py"))]
     bad_names = [

@@ -11,7 +11,7 @@ import numpy as np
 from kvmnn.policies.h2o import H2OConfig
 from kvmnn.runtime import LosslessRuntime, RuntimeConfig
 
-LAYERS, HEADS, HEAD_DIM, TOKENS, STEPS = 8, 4, 64, 8192, 16
+LAYERS, HEADS, HEAD_DIM, TOKENS, STEPS = 8, 4, 64, 4096, 16
 
 
 def anonymous() -> int:

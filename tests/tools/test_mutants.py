@@ -83,6 +83,7 @@ def test_tests_of_module_begin_with_its_own() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_collector")
 def test_mutants_have_tests_and_current_explanations() -> None:
     every = [
         c

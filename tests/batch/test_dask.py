@@ -41,7 +41,7 @@ def cluster(**options: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    with cluster(memory_limit=0) as found:
+    with cluster(memory_limit=0, processes=False) as found:  # of threads; `harmed` has processes
         yield found.scheduler_address
 
 

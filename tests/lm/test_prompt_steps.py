@@ -52,7 +52,7 @@ def prompt(tokens: int) -> list[int]:
 
 @pytest.mark.parametrize("policy", [None, H2OEngine(**H2O), H2OEngine(**H2O, cadence="tokens")])
 @pytest.mark.parametrize("lossless", [None, RuntimeConfig.from_engine(LOSSLESS)])
-@pytest.mark.parametrize("tokens", mark_most_slow([30, 1, 7, 45], 4))
+@pytest.mark.parametrize("tokens", mark_most_slow([30, 1, 45], 3))
 def test_prompt_steps_equal_one_step(
     session: DecoderSession, step_tokens: int, policy: Any, lossless: Any, tokens: int
 ) -> None:

@@ -148,7 +148,7 @@ class _Both:
 @pytest.mark.slow
 def test_emulation_every_event_equals_the_model() -> None:
     seen: Counter[str] = Counter()
-    for seed in range(80):
+    for seed in range(40):
         both = _Both(seed)
         both.run()
         seen += both.seen

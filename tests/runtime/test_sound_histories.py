@@ -130,7 +130,7 @@ class Both:
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     config=configs,
     layers=st.integers(1, 4),

@@ -175,7 +175,7 @@ def test_dense_store_frames_after_streams_round_trip(tmp_path: Path, first: int,
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_dense_store_any_units_round_trip(tmp_path: Path, data: st.DataObject) -> None:
     """Texts that begin alike, of rows that repeat and rows that do not, in any order and of any length."""

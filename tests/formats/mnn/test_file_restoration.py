@@ -81,7 +81,7 @@ def test_encode_any_geometry_that_is_lossless_restores_the_files(prefix, run):
     original, passed = read_files(prefix), 0
     sizes = [(1, 32), (2, 16), (4, 8), (8, 4), (16, 2)]
     backends = ("x86-avx2", "x86-avx512", "arm32-fp16", "arm64-fp16", "arm64-bf16-v86")
-    for (heads, dims), backend, tokens in itertools.product(sizes, backends, (1, 40, 50, 60, 100, 116)):
+    for (heads, dims), backend, tokens in itertools.product(sizes, backends, (1, 50, 116)):
         options = ("--kv-heads", heads, "--head-dim", dims, "--backend", backend, "--valid-tokens", tokens)
         if tokens > 50 and (heads, dims, backend) == (2, 16, "x86-avx2"):  # rows of zeros: refused otherwise
             options = (*options, "--ignore", "contradictions")

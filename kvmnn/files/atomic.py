@@ -15,14 +15,17 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Protocol, Self
 
 from .._util.parallel import parallel_map
-from ..errors import REPLACE_HINT, OutputError
+from ..errors import REPLACE_HINT, KvmnnError, OutputError
 from . import change_detection
 from .file_info import file_id
+from .file_names import FRAME_SUFFIX, LAYER_STREAM_SUFFIXES
+from .schema import parse_document, read_bounded
 from .temporary import TemporaryPath, remove_superseded
 
 _LINK_UNSUPPORTED_ERRNOS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EOPNOTSUPP, errno.EACCES}
@@ -245,6 +248,19 @@ ENCODING_INDEXES: Final = ("manifest.json", "layers.json")
 """Files that describe a folder of frames and one of layer streams: a folder is one of them, never both."""
 
 
+def _list_indexed_files(folder: Path, indexes: Iterable[str]) -> list[str]:
+    """List frames and streams in `folder` that an index of it names; a damaged index names none."""
+    names: dict[str, None] = {}
+    suffixes = (FRAME_SUFFIX, *LAYER_STREAM_SUFFIXES.values())  # an index that somebody else wrote may name any file
+    for index in indexes:
+        with suppress(OSError, KvmnnError):
+            root = parse_document(read_bounded(folder / index), index)
+            arrays, layers = (root.get(key).read_list() if key in root.value else [] for key in ("arrays", "layers"))
+            entries = [*chain.from_iterable(array.get("frames").read_list() for array in arrays), *layers]
+            names |= dict.fromkeys(entry.get("file").read_file_name() for entry in entries)
+    return [name for name in names if name.endswith(suffixes) and (folder / name).is_file()]
+
+
 def refuse_input_folder(output: str | os.PathLike[str], inputs: Iterable[str]) -> None:
     """Raise `OutputError` for an output that is a folder of the input: what reads it would find two caches in it."""
     folder = os.path.realpath(output)
@@ -265,7 +281,8 @@ class DirectoryOutput(_StagedOutput):
     index
         Name of the file that describes the others, if there is one: an old one is removed before the first file is
         moved and the new one is moved last, so that no index ever describes missing files. If it is one of
-        `ENCODING_INDEXES`, another of these that is there exists already, and is removed with `force`.
+        `ENCODING_INDEXES`, another of these that is there exists already, and is removed with `force`, as are files
+        that only the old one lists: they would be copied with the new ones, and are K and V of another text.
     durable
         Sync the files before they are renamed; False for output that can be recreated: after a power cut, files may be
         incomplete.
@@ -364,7 +381,12 @@ class DirectoryOutput(_StagedOutput):
                 self._staging.mark_as_moving()
         for file, name in zip(self._files, names, strict=True):
             file.path = self.staging_folder / name
-        for name in (*self._indexes, *self._replaced_names) if self.force else ():
+        superseded_names = [
+            name
+            for name in (_list_indexed_files(self.target, self._indexes) if self.force and shows_mixture else ())
+            if name not in names
+        ]
+        for name in (*self._indexes, *self._replaced_names, *superseded_names) if self.force else ():
             with wrap_os_errors(self.target / name), suppress(FileNotFoundError):
                 (self.target / name).unlink()
                 self._is_mixture = not shows_mixture

@@ -11,6 +11,7 @@ from typing import Final, Literal
 from ..errors import OutputError
 
 FRAME_SUFFIX: Final = ".frame"
+LAYER_STREAM_SUFFIXES: Final = {"profile": ".kvml", "transform": ".kvmx"}
 FRAMES_FOLDER_SUFFIX: Final = ".frames/"
 """Of the folder of several arrays; the slash says that it is one."""
 SIDECAR_SUFFIX: Final = ".json"

@@ -104,3 +104,39 @@ def test_restore_of_a_path_reads_frames_streams_and_stores(tmp_path: Path) -> No
         kvmnn.formats.restore(tmp_path / "gone", tmp_path / "back.npz")
     with pytest.raises(kvmnn.KvmnnError, match="form is 'dump'"):
         kvmnn.formats.restore(streams, tmp_path / "dump", form="dump")
+
+
+def _encode_pairs(folder: Path, layers: int) -> None:
+    kvmnn.bundle.encode(
+        {f"layer_{n}.{part}": WORDS + n for n in range(layers) for part in ("key", "value")},
+        f"{folder}/",
+        overwrite=True,
+    )
+
+
+def test_encode_over_a_larger_bundle_leaves_none_of_its_frames(tmp_path: Path) -> None:
+    _encode_pairs(tmp_path, 3)
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "other.frame").write_bytes(kvmnn.encode(WORDS))
+    _encode_pairs(tmp_path, 1)
+    names = {"layer_0.key.frame", "layer_0.value.frame", "manifest.json"}
+    assert {path.name for path in tmp_path.iterdir()} == names | {"notes.txt", "other.frame"}
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "../outside.frame", "/outside.frame"])
+def test_encode_over_a_bundle_removes_frames_of_the_folder_alone(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "b"
+    _encode_pairs(folder, 2)
+    for path in (folder / "notes.txt", tmp_path / "outside.frame"):
+        path.write_text("mine")
+    manifest = (folder / "manifest.json").read_text()
+    (folder / "manifest.json").write_text(manifest.replace("layer_1.key.frame", name))
+    _encode_pairs(folder, 1)
+    assert (folder / "notes.txt").read_text() == (tmp_path / "outside.frame").read_text() == "mine"
+
+
+def test_encode_over_a_bundle_with_a_damaged_manifest_leaves_its_frames(tmp_path: Path) -> None:
+    _encode_pairs(tmp_path, 2)
+    (tmp_path / "manifest.json").write_bytes(b'{"arrays": [')
+    _encode_pairs(tmp_path, 1)
+    assert (tmp_path / "layer_1.key.frame").exists()

@@ -78,6 +78,17 @@ def encoded(tmp_path: Path, profile: Path) -> Iterator[tuple[Path, Path]]:
     yield cache, tmp_path / "streams"
 
 
+def test_layer_streams_written_over_frames_and_other_streams_leave_none_of_them(tmp_path: Path, profile: Path) -> None:
+    cache, streams = save_folder(tmp_path / "cache", make_cache(200, 2)), tmp_path / "streams"
+    kvmnn.bundle.encode(cache, f"{streams}/")
+    for codec, suffix in (("profile", ".kvml"), ("transform", ".kvmx")):
+        options = LayerStreamOptions(codec=codec, profile=str(profile))
+        document = encode_layers(kvmnn.open(cache), streams, options, force=True).document
+        names = {path.name for path in streams.iterdir()}
+        assert names == {"layers.json", *(entry.file for entry in document.layers)}
+        assert all(name.endswith((suffix, ".json")) for name in names)
+
+
 @pytest.mark.parametrize("settings", [{}, {"below": 0}, {"below": 1}])
 def test_layer_streams_give_the_same_files(tmp_path: Path, profile: Path, settings: dict[str, Any]) -> None:
     cache = save_folder(tmp_path / "cache", make_cache(200, 2))

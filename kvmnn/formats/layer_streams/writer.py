@@ -36,6 +36,7 @@ from ...arrays.source import (
 from ...dtypes import Elements
 from ...errors import KvmnnError, OptionError, OutputError
 from ...files.atomic import DirectoryOutput, StagedFile, refuse_input_folder, wrap_os_errors
+from ...files.file_names import LAYER_STREAM_SUFFIXES
 from ...files.schema import Record, json_key
 from ...profiles import Profile, describe_few_tokens
 from ...profiles.statistics import NUM_SINKS
@@ -59,7 +60,6 @@ _MAX_EXACT_SHARE = 0.1
 """Of the bytes that were asked for: exact tokens that take more come on top of them (`plan_steps`)."""
 _MAX_USEFUL_KL = 0.1
 """Nats a token: 4-bit formats lose 0.002 to 0.03, evicting half of a cache 0.01."""
-_STREAM_SUFFIX = {"profile": ".kvml", "transform": ".kvmx"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -598,7 +598,7 @@ def _encode(
         cache, arrays = pending.pop(0)
         if decoded is not None:
             _require_equal(result, next(decoded))
-        file_name = f"layer_{cache.layer}{_STREAM_SUFFIX[options.codec]}"
+        file_name = f"layer_{cache.layer}{LAYER_STREAM_SUFFIXES[options.codec]}"
         write(file_name, stream)
         yield LayerStreamEntry(
             layer=cache.layer,

@@ -137,6 +137,12 @@ def open_packed_files(files: PackedFiles, options: PackedOptions) -> PackedCache
         When the geometry in `options` differs from that of the model.
     """
     files, sidecar_info = _check_and_sort_files(files, options)
+    num_frame_layers = len(options.heads or options.valid_tokens) if options.is_of_frames else 0
+    if num_frame_layers > 1 and num_frame_layers != len(files.layers):
+        raise SourceError(
+            f"{files.path}: has {count_of(len(files.layers), 'layer')} with K and V, and the frames have "
+            f"{num_frame_layers} (kvmnn diff names those that differ)"
+        )
     size_mismatch = "" if sidecar_info else files.size_mismatch
     try:
         choice = _resolve_layout(files, options, sidecar_info)

@@ -52,6 +52,18 @@ def test_encode_fresh_prefix_is_verified_without_unused_bytes(prefix, run):
     assert read_files("b") == {}
 
 
+def test_verify_against_other_layers_ends_with_exit_code_1(prefix, run):
+    run("encode", prefix, *FRESH, "-o", "b/")
+    for suffix in (".k", ".v", "_sync.k", "_sync.v"):
+        source = Path(prefix, f"sys_1{suffix}")
+        source.with_name(f"sys_2{suffix}").write_bytes(source.read_bytes())
+    error = run("verify", "b", "--against", prefix, code=1).err
+    assert "has 3 layers with K and V, and the frames have 2 (kvmnn diff names those that differ)" in error
+    for path in (*Path(prefix).glob("sys_1*"), *Path(prefix).glob("sys_2*")):
+        path.unlink()
+    assert "has 1 layer with K and V, and the frames have 2" in run("verify", "b", "--against", prefix, code=1).err
+
+
 @pytest.mark.parametrize(
     ("options", "first"),
     [

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sqlite3
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -110,6 +112,8 @@ def test_simulator_finds_what_a_real_store_finds(requests, policy, tmp_path, mon
         ([{"token_ids": [5, 6, 7]}, {"token_ids": [1]}], "tokens", 1, [3, 1]),
         (["[5, 6]", "5 6 7", "5,6,7"], "tokens", 1, [2, 3, 3]),
         ([mooncake_line(512, 1 << 63)], "mooncake", 512, [512]),
+        ([mooncake_line(0)], "mooncake", 512, [0]),
+        ([mooncake_line(700, 1), mooncake_line(511)], "mooncake", 512, [700, 511]),  # full blocks alone have hashes
     ],
 )
 def test_read_trace_detects_formats(lines, trace_format, symbol_tokens, tokens, tmp_path) -> None:
@@ -133,6 +137,11 @@ def test_read_trace_detects_formats(lines, trace_format, symbol_tokens, tokens, 
         (["[]"], "line 1: expected 1 to 16,777,216 token ids, found 0"),
         ([mooncake_line(5, 1) | {"block_tokens": 0}], "block_tokens is 0"),
         (["[" * 100_000], "is no JSON"),
+        ([mooncake_line(5, 1), [7, 8]], "line 2: expected a request with hash_ids, as on the first line"),
+        (
+            [mooncake_line(9, 1) | {"block_tokens": 16}, mooncake_line(9, 1) | {"block_tokens": 32}],
+            "line 2: block_tokens is 32: expected 16, as on the first line",
+        ),
     ],
 )
 def test_read_trace_refuses_malformed_lines(lines, message, tmp_path) -> None:
@@ -141,9 +150,63 @@ def test_read_trace_refuses_malformed_lines(lines, message, tmp_path) -> None:
     assert message in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            mooncake_line(2560, *range(10)),
+            "expected 5 hashes for 2,560 tokens (512 a hash), found 10: block_tokens 256 would fit",
+        ),
+        (
+            mooncake_line(10_240, *range(10)),
+            "expected 20 hashes for 10,240 tokens (512 a hash), found 10: block_tokens 1024 would fit",
+        ),
+        (
+            mooncake_line(100, 1, 2, 3) | {"chat_id": 1},
+            "expected 6 or 7 hashes for 100 tokens (16 a hash), found 3: block_tokens 34 would fit",
+        ),
+        (mooncake_line(1, 1, 2), "expected 0 or 1 hashes for 1 token (512 a hash), found 2"),
+        (
+            mooncake_line(10, *range(6)) | {"block_tokens": 4},
+            "expected 2 or 3 hashes for 10 tokens (4 a hash), found 6",
+        ),
+        (
+            mooncake_line(512, 1, 2),
+            "expected 1 hash for 512 tokens (512 a hash), found 2: block_tokens 256 would fit",
+        ),
+        (mooncake_line(5000), "expected 9 or 10 hashes for 5,000 tokens (512 a hash), found 0"),
+        (mooncake_line(1 << 20, 1), "expected 2,048 hashes for 1,048,576 tokens (512 a hash), found 1"),
+    ],
+)
+def test_read_trace_refuses_hashes_that_contradict_the_input_length(line, message, tmp_path) -> None:
+    """The line before is right, and says nothing of the size of blocks."""
+    first_line = {key: value for key, value in line.items() if key != "timestamp"}
+    first_line |= {"input_length": 0, "hash_ids": []}
+    with pytest.raises(SourceError) as raised:
+        read_trace(write_lines(tmp_path, first_line, line))
+    assert str(raised.value) == f"{tmp_path / 'trace.jsonl'}: line 2: {message}"
+
+
+def test_read_trace_of_full_blocks_counts_the_tokens_after_them_as_new(tmp_path) -> None:
+    lines = [mooncake_line(1100, 1, 2), mooncake_line(1100, 1, 2), mooncake_line(511)]
+    report = replay(read_trace(write_lines(tmp_path, *lines)))
+    assert (report.tokens, report.rows[0].hit_tokens) == (2711, 1024)
+
+
 def test_read_trace_of_missing_file_is_an_error(tmp_path) -> None:
-    with pytest.raises(OSError):
+    with pytest.raises(SourceError, match="none: cannot be read"):
         read_trace(tmp_path / "none")
+
+
+def test_read_trace_reads_a_pipe_once(tmp_path) -> None:
+    """Hashes that are numbered need a second pass."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    document = json.dumps(mooncake_line(1000, "a", "b"))
+    with ThreadPoolExecutor(1) as pool:
+        written = pool.submit(pipe.write_text, f"{document}\n{document}\n")
+        trace = read_trace(pipe)
+    assert written.result() and trace.symbols.tolist() == [0, 1, 0, 1]
 
 
 def random_trace(tmp_path: Path, requests: int = 400) -> RequestTrace:
@@ -244,7 +307,7 @@ def test_parse_model_shape_refuses(text) -> None:
         parse_model_shape(text)
 
 
-def test_simulate_command_prints_and_draws(run, tmp_path) -> None:
+def test_simulate_command_prints_and_draws(run, tmp_path, monkeypatch) -> None:
     random_trace(tmp_path)
     path, shape = str(tmp_path / "trace.jsonl"), "--model-shape=2x2x64"
     words = ["store", "simulate", path, shape, "--size", "1M,4M"]
@@ -276,6 +339,10 @@ def test_simulate_command_prints_and_draws(run, tmp_path) -> None:
     shown = run("store", "simulate", *map(str, [*measured, cache])).out
     assert "Ratios are those of" in shown
     assert "Sizes are MB." in shown and " 4.19 " in shown
+    with monkeypatch.context() as context:
+        context.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(Path(path).read_bytes())))
+        from_stdin = json.loads(run("store", "simulate", "-", *words[3:], "--json").out)
+    assert from_stdin == json.loads(run(*words, "--json").out) | {"trace": "standard input"}
     assert "needs --model-shape" in run("store", "simulate", path, code=2).err
     assert "expected some of lru,benefit,belady (simulate), or lru" in run(*words, "--policy", "mru", code=2).err
     assert "says nothing to store simulate" in run(*words, "--token-ids", "1", code=2).err

@@ -658,7 +658,7 @@ prefix, to the token. Equal prefixes are stored once, losslessly (docs/prefix-st
   pin, unpin STORE    protect a text from eviction, or no longer
   export STORE -o F   write a text to one file, for another machine
   import STORE F      import such a file
-  simulate TRACE      what a store would find of a trace of requests:
+  simulate TRACE      what a store would find of a trace; - is standard input:
                       --model-shape, --size, --policy, --ratio; -o DIR draws it
 
 TEXT, after the store, is a label or handle of ls, in place of ids. --text FILE makes ids by the tokenizer of --model; a

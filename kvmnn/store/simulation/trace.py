@@ -5,6 +5,7 @@ A trace names the contents of a request by symbols: one for each token, or one f
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from array import array
@@ -17,9 +18,10 @@ import numpy.typing as npt
 
 from ..._util.dataclass import dataclass
 from ..._util.patterns import declare_pattern
-from ..._util.text import escape_control
+from ..._util.text import escape_control, pluralize
 from ..._util.validation import repr_short
 from ...errors import SourceError
+from ...files.mapped_file import MappedFile
 from ..namespace import MAX_TOKENS
 from ._kernel import number_prefixes
 
@@ -29,6 +31,7 @@ _MAX_SYMBOL_TOKENS = 1 << 16
 MOONCAKE_BLOCK_TOKENS, BAILIAN_BLOCK_TOKENS = 512, 16
 _PLAIN_IDS_REGEX = declare_pattern(r"[\d\s,]+")
 _MAX_SYMBOL = 0xFFFFFFFF
+_READ_BYTES = 1 << 18
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,33 +65,37 @@ def read_trace(path: str | os.PathLike[str], symbol_tokens: int | None = None) -
     path
         Lines of one of these kinds: ``{"timestamp", "input_length", "output_length", "hash_ids"}`` (Mooncake: a hash
         for 512 tokens), the same with ``chat_id``, ``parent_chat_id``, ``type`` and ``turn`` (Bailian: 16 tokens), the
-        same with ``block_tokens`` (kvmnn), ``{"token_ids": [...]}``, or ``[1, 2, 3]`` and ``1 2 3``.
+        same with ``block_tokens`` (kvmnn), ``{"token_ids": [...]}``, or ``[1, 2, 3]`` and ``1 2 3``. A request has a
+        hash for each block, or for each full block: then the tokens after these are new in each request.
+        ``"-"`` is standard input.
     symbol_tokens
         Tokens that a hash stands for; None for what the format says.
 
     Raises
     ------
     SourceError
-        If a line is no request of the format of the first line, or the trace is empty.
+        If a line is no request of the format of the first line, or has more or fewer hashes than its input has
+        blocks, or the trace is empty or cannot be read.
     """
+    file = MappedFile(path)
     try:
-        return _read_requests(path, symbol_tokens, None)
+        return _read_requests(file, symbol_tokens, None)
     except _NeedsNumbering:
-        return _read_requests(path, symbol_tokens, {})
+        return _read_requests(file, symbol_tokens, {})
 
 
-def _read_requests(
-    path: str | os.PathLike[str], symbol_tokens: int | None, numbering: dict[int | str, int] | None
-) -> RequestTrace:
-    label = os.fspath(path)
+def _read_requests(file: MappedFile, symbol_tokens: int | None, numbering: dict[int | str, int] | None) -> RequestTrace:
+    label = file.label
     symbols, counts, tokens = array("I"), array("q"), array("q")
-    trace_format = ""
-    for number, line in _iter_lines(label):
+    trace_format, declared_tokens = "", 0
+    for number, line in _iter_lines(file):
         where = f"{label}: line {number}"
         document = _parse_line(line, where)
         if not trace_format:
             trace_format, declared_tokens = _detect_format(document, where)
             symbol_tokens = declared_tokens if symbol_tokens is None or trace_format == "tokens" else symbol_tokens
+        if isinstance(document, list) and trace_format != "tokens":
+            raise SourceError(f"{where}: expected a request with hash_ids, as on the first line, found token ids")
         ids = document if isinstance(document, list) else document.get(_ID_KEYS[trace_format])
         if not isinstance(ids, list):
             raise SourceError(f"{where}: expected a list {_ID_KEYS[trace_format]!r}, found {repr_short(ids)}")
@@ -101,9 +108,15 @@ def _read_requests(
                 raise SourceError(
                     f"{where}: input_length is {repr_short(declared_length)}: expected a number of tokens"
                 )
+            block_tokens = document.get("block_tokens", declared_tokens)
+            if block_tokens != declared_tokens:
+                raise SourceError(
+                    f"{where}: block_tokens is {repr_short(block_tokens)}: expected {declared_tokens}, as on the first "
+                    "line"
+                )
             assert symbol_tokens is not None
             length = declared_length
-            ids = ids[: -(-length // symbol_tokens)]
+            _check_num_hashes(len(ids), length, symbol_tokens, where)
         try:
             symbols.extend(array("I", ids) if numbering is None else _number_ids(ids, numbering, where))
         except (OverflowError, TypeError):
@@ -129,9 +142,55 @@ def _read_requests(
 _ID_KEYS = {"mooncake": "hash_ids", "bailian": "hash_ids", "kvmnn": "hash_ids", "tokens": "token_ids"}
 
 
-def _iter_lines(label: str) -> Iterator[tuple[int, str]]:
+def _check_num_hashes(num_hashes: int, num_tokens: int, symbol_tokens: int, where: str) -> None:
+    """Raise `SourceError` unless there is a hash for each block of the input, or for each full block."""
+    num_full_blocks, num_blocks = num_tokens // symbol_tokens, -(-num_tokens // symbol_tokens)
+    if num_full_blocks <= num_hashes <= num_blocks:
+        return
+    counts_text = f"{num_blocks:,}" if num_full_blocks == num_blocks else f"{num_full_blocks:,} or {num_blocks:,}"
+    message = (
+        f"{where}: expected {counts_text} {'hash' if counts_text == '1' else 'hashes'} for "
+        f"{pluralize(num_tokens, 'token')} ({symbol_tokens:,} a hash), found {num_hashes:,}"
+    )
+    block_tokens = _infer_block_tokens(num_hashes, num_tokens)
+    raise SourceError(message if block_tokens is None else f"{message}: block_tokens {block_tokens} would fit")
+
+
+def _infer_block_tokens(num_hashes: int, num_tokens: int) -> int | None:
+    """Return the tokens of a block that give so many blocks, a power of two if one does; None if no number does."""
+    if not 0 < num_hashes <= num_tokens:
+        return None
+    min_tokens = -(-num_tokens // num_hashes)
+    for block_tokens in (1 << (min_tokens - 1).bit_length(), min_tokens):
+        if block_tokens <= _MAX_SYMBOL_TOKENS and -(-num_tokens // block_tokens) == num_hashes:
+            return block_tokens
+    return None
+
+
+class _MappedStream(io.RawIOBase):
+    """The bytes of a mapped file as a stream."""
+
+    def __init__(self, file: MappedFile) -> None:
+        super().__init__()
+        self._file = file
+        self._offset = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        nbytes = min(len(buffer), self._file.size - self._offset)
+        if nbytes:
+            buffer[:nbytes] = self._file.view(self._offset, nbytes).data
+            self._offset += nbytes
+        return nbytes
+
+
+def _iter_lines(file: MappedFile) -> Iterator[tuple[int, str]]:
     """Yield number and text of each line that is not empty."""
-    with open(label, encoding="utf-8", errors="replace") as stream:
+    label = file.label
+    buffered = io.BufferedReader(_MappedStream(file), _READ_BYTES)
+    with io.TextIOWrapper(buffered, encoding="utf-8", errors="replace") as stream:
         number = 0
         while line := stream.readline(MAX_LINE_BYTES + 1):
             number += 1

@@ -402,6 +402,17 @@ def test_repack_to_fp16_and_back(prefix, run):
     )
 
 
+def test_repack_result_line_has_rows_left_out_and_cast(tmp_path, monkeypatch, run):
+    monkeypatch.chdir(tmp_path)
+    arrays = packed_samples.arrays(2, 2, TOKENS, 6)
+    packed_samples.write_prefix(Path("p"), arrays, capacity=TOKENS + 64, padding=b"\0")
+    source = ["mnn", "repack", "p", "--kv-heads", 2, "--head-dim", 6, "--backend", "x86-avx2", "--valid-tokens", 30]
+    said = run(*source, "--target-backend", "arm64-fp16", "-o", "h").out
+    assert "30 tokens leave 40 rows out; fp32 -> fp16: 1,4" in said
+    said = run(*source, "--target-backend", "x86-avx512", "-o", "w").out
+    assert "30 tokens leave 40 rows out)" in said  # nothing is cast
+
+
 def test_pack_cast_that_overflows_is_refused(prefix, run):
     keys = prefix.arrays[0].copy()
     keys[0, :3, 0] = 1e6

@@ -104,12 +104,13 @@ class PackResult(Record):
         return qualify_label(label, list_losses(self.info.loss))
 
     def __str__(self) -> str:
-        proof_text = self.proof if self.cast.source == self.cast.target else str(self.cast)
+        cast_text = "" if self.cast.source == self.cast.target else str(self.cast)
+        left_out_text = f"not all of the files is kept: {self.left_out}" if self.left_out else ""
         texts = [
             f"dequantised from {', '.join(self.dequantised)}" if self.dequantised else "",
             f"undone: {', '.join(self.undone)}" if self.undone else "",
             "K rotated" if self.rerotated and self.rerotated.tokens else "",
-            f"not all of the files is kept: {self.left_out}" if self.left_out else proof_text,
+            "; ".join(filter(None, [left_out_text, cast_text])) or self.proof,
         ]
         verification_text = ", ".join(filter(None, texts))
         lines = [

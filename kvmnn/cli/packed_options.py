@@ -261,12 +261,13 @@ def _parse_block(text: str) -> Any:
     return "none" if text == "none" else shared_options.parse_positive(text)
 
 
+_FLASH_BLOCK = SpecField(
+    "flash_block", "flash_block", "tokens in a block of V (64), or none", parse=_parse_block, metavar="N|none"
+)
 _PACK_NUMBERS = (
     SpecField("lp", "lp", "pack number lP", parse=shared_options.parse_positive),
     SpecField("hp", "hp", "pack number hP", parse=shared_options.parse_positive),
-    SpecField(
-        "flash_block", "flash_block", "tokens in a block of V (64), or none", parse=_parse_block, metavar="N|none"
-    ),
+    _FLASH_BLOCK,
 )
 INT8 = SpecField(
     "int8", "int8", "what the engine quantised (attention_mode 9, 10; inferred)", parse=_parse_int8, metavar="keys|both"
@@ -283,6 +284,21 @@ def add_layout_options(parser: Any, extra_fields: Sequence[SpecField] = ()) -> N
         metavar="NAME[,KEY=VALUE...]",
         words=tuple(BACKENDS),
         default=None,
+    )
+
+
+def add_target_backend_option(parser: Any) -> None:
+    """Add ``--target-backend``, a name and perhaps a flash block."""
+    add_spec_option(
+        parser,
+        "--target-backend",
+        "backend whose layout is wanted; without flash_block that of IN stays",
+        [replace(_FLASH_BLOCK, dest="target_flash_block")],
+        metavar="NAME[,KEY=VALUE]",
+        words=tuple(BACKENDS),
+        dest="to",
+        default=None,
+        required=True,
     )
 
 

@@ -413,6 +413,31 @@ def test_repack_result_line_has_rows_left_out_and_cast(tmp_path, monkeypatch, ru
     assert "30 tokens leave 40 rows out)" in said  # nothing is cast
 
 
+def test_writers_of_prefixes_without_flash_attention_name_the_attention_mode(tmp_path, monkeypatch, run):
+    monkeypatch.chdir(tmp_path)
+    arrays = packed_samples.arrays(2, 2, TOKENS, 6)
+    packed_samples.write_prefix(Path("p"), arrays, block=None, capacity=114)
+    source = ["p", "--kv-heads", 2, "--head-dim", 6, "--backend", "x86-avx2,flash_block=none", "--valid-tokens", TOKENS]
+    repack = ["mnn", "repack", *source, "--target-backend"]
+    run("mnn", "unpack", *source, "-o", "a.npz")
+    pack = ["mnn", "pack", "a.npz", "--name", "sys", "--backend"]
+    ids = ",".join(map(str, range(TOKENS)))
+    run("store", "put", "S", "a.npz", "--fingerprint", "m", "--token-ids", ids)
+    get = ["store", "get", "S", "--token-ids", ids, "--name", "sys", "--backend"]
+    mode = "V is written without flash attention: load it with attention_mode 0 (8, MNN's default, gives wrong tokens)"
+    for verb, backend in ((repack, "x86-avx2"), (pack, "x86-avx2"), (get, "x86-avx2,flash_block=none")):
+        option = f"{verb[-1]} NAME,flash_block=64 writes files for attention_mode 8"
+        assert f"{mode}; {option}\n" in run(*verb, backend, "-o", "none", "-f").err
+        assert "no flash attention" in run("inspect", "none").out
+        said = run(*verb, "x86-avx2,flash_block=64", "--capacity", 114, "-o", "flash", "-f")
+        assert "attention_mode" not in said.err and "flash block 64" in said.out
+        assert layer_files("flash") == zero_padded(arrays, **AVX2_FILES, capacity=114)
+        said = run(*verb, "x86-avx2,flash_block=32", "-o", "odd", "-f").err
+        assert f"V has blocks of 32 tokens, which MNN has in no attention_mode; {option}" in said
+    assert "needs the name of a backend" in run(*repack, "flash_block=64", "-o", "x", code=2).err
+    assert "invalid choice: 'lp=8'" in run(*repack, "x86-avx2,lp=8", "-o", "x", code=2).err
+
+
 def test_pack_cast_that_overflows_is_refused(prefix, run):
     keys = prefix.arrays[0].copy()
     keys[0, :3, 0] = 1e6

@@ -73,9 +73,9 @@ class Engine:
         raise AssertionError(f"the engine ended in {operation}: {''.join(said)[-2000:]}")
 
 
-def continuation(model: Path, prefixes: Path, scratch: Path, name: str = NAME) -> list[int]:
+def continuation(model: Path, prefixes: Path, scratch: Path, name: str = NAME, **settings: Any) -> list[int]:
     """What the engine generates after the query when it takes the prefix from `prefixes`."""
-    with Engine(model, scratch, prefixes) as engine:
+    with Engine(model, scratch, prefixes, **settings) as engine:
         assert engine.call("prefix", name) == 1, "the engine did not find the prefix"
         assert engine.call("generate", PREFIX_IDS, 0) == []
         found: list[int] = engine.call("generate", QUERY_IDS, 3)

@@ -6,7 +6,6 @@ import argparse
 import re
 from typing import TYPE_CHECKING, Any
 
-from ...packed.backends import BACKENDS
 from .. import console, dense_options, input_sources, model_options, packed_options, shared_options
 from ..console import UsageError
 
@@ -209,14 +208,7 @@ def add_repack_parser(subparsers: Any) -> None:
     dtype_help = "element type, where the pack numbers leave it open"
     shared_options.add_source_options(parser, dtype_help, axes=False, profile=False)
     packed_options.add_packed_options(parser, with_engines=False)
-    parser.add_argument(
-        "--target-backend",
-        dest="to",
-        required=True,
-        choices=tuple(BACKENDS),
-        metavar="NAME",
-        help="backend whose layout is wanted; the flash block stays",
-    )
+    packed_options.add_target_backend_option(parser)
     dense_options.add_rerotate_options(parser)
 
 
@@ -225,6 +217,8 @@ def run_repack(arguments: argparse.Namespace) -> int:
     from ...formats.mnn import repack
 
     dense_options.check_rerotate_options(arguments)
+    if arguments.to is None:
+        raise UsageError("--target-backend needs the name of a backend: --target-backend NAME,flash_block=N")
     output = console.choose_output(arguments, arguments.input, f".{arguments.to}/")
     source = input_sources.load([arguments.input], arguments, with_frames=True, used_options=("name",))
     input_sources.report_skipped(source, arguments)
@@ -233,6 +227,7 @@ def run_repack(arguments: argparse.Namespace) -> int:
             source,
             output,
             arguments.to,
+            flash_block=arguments.target_flash_block,
             name=arguments.name,
             capacity=arguments.capacity,
             model=arguments.model,

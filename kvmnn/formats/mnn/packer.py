@@ -29,7 +29,7 @@ from ...dense.rope import RopeFrequencies
 from ...dtypes import Bytes, Part, Positions
 from ...errors import KvmnnError, OptionError, SourceError
 from ...packed.cache_info import CACHE_SIDECAR_SUFFIX, CacheInfo, LayerInfo, TokenIdsFingerprint
-from ...packed.inference import PackedGeometry, make_geometry
+from ...packed.inference import FlashBlock, PackedGeometry, make_geometry
 from ...packed.layout import HeadRowAccessor, PackLayout, get_head_bytes, get_row_bytes
 from ...packed.params import FLASH_BLOCK
 from ..key_rotation import RerotationResult, RotationErrorStats, expand_position_runs, rotate_array, rotate_rows
@@ -257,6 +257,7 @@ def pack(
     name = resolve_prefix_name(name, packed_info)
     info = build_prefix_info(arrays, layout, name, capacity=capacity, reference_info=packed_info, states=states)
     _check_loadable(source, info)
+    notes += _list_flash_block_notes(layout, "--backend")
     token_counts = {layer.tokens for layer in info.layers}
     if expected_tokens and token_counts != set(expected_tokens):
         raise OptionError(f"the arrays have {max(token_counts)} tokens, --valid-tokens says {max(expected_tokens)}")
@@ -485,6 +486,7 @@ def repack(
     output: str,
     backend: str,
     *,
+    flash_block: FlashBlock | None = None,
     name: str | None = None,
     capacity: int | None = None,
     model: str | None = None,
@@ -494,7 +496,7 @@ def repack(
     force: bool = False,
     progress: Progress | None = None,
 ) -> PackResult:
-    """Write a packed cache in the layout of another backend, with the same `flash_block`.
+    """Write a packed cache in the layout of another backend.
 
     Parameters
     ----------
@@ -502,6 +504,8 @@ def repack(
         A packed cache, or a source decoded from one (its `Source.cache` is set).
     backend
         A name of `kvmnn.packed.backends.BACKENDS`. If its dtype differs, elements are rounded to nearest even.
+    flash_block
+        Tokens in a block of V, or ``"none"`` without flash attention; by default as in the source.
     output, name, capacity, rerotate, rope, ignore_contradictions, force, progress
         As for `pack`.
     model
@@ -523,7 +527,10 @@ def repack(
         )
     arrays, geometry = collect_layers(source), make_geometry(source.cache.layout)
     target_geometry = PackedGeometry(
-        kv_heads=geometry.kv_heads, head_dim=geometry.head_dim, backend=backend, flash_block=geometry.flash_block
+        kv_heads=geometry.kv_heads,
+        head_dim=geometry.head_dim,
+        backend=backend,
+        flash_block=flash_block or geometry.flash_block,
     )
     ((_, layout),) = target_geometry.list_candidates()
     name = resolve_prefix_name(name, source.cache)
@@ -531,6 +538,7 @@ def repack(
     info = replace(info, loss=source.metadata.get(LOSSY_KEY, info.loss))
     _check_loadable(source, info)
     notes, rotation_result = [*source.notes, *_list_zero_row_notes(arrays)], None
+    notes += _list_flash_block_notes(layout, "--target-backend")
     if rerotate:
         arrays, rerotation = _rerotate_arrays(
             source, arrays, info, rope, model, ignore_contradictions=ignore_contradictions
@@ -563,6 +571,19 @@ def _list_zero_row_notes(arrays: Sequence[LayerArray]) -> list[str]:
     return [
         f"the last {num_zero} of {num_tokens} tokens are zero in K and V of all layers: the model computed fewer tokens"
     ]
+
+
+def _list_flash_block_notes(layout: PackLayout, option_name: str) -> list[str]:
+    """Return a note for a layout that MNN reads wrongly with its default `attention_mode`, 8 (flash attention)."""
+    if layout.flash_block == FLASH_BLOCK:
+        return []
+    if layout.flash_block is None:
+        text = (
+            "V is written without flash attention: load it with attention_mode 0 (8, MNN's default, gives wrong tokens)"
+        )
+    else:
+        text = f"V has blocks of {layout.flash_block} tokens, which MNN has in no attention_mode"
+    return [f"{text}; {option_name} NAME,flash_block={FLASH_BLOCK} writes files for attention_mode 8"]
 
 
 def resolve_prefix_name(name: str | None, info: CacheInfo | None) -> str:

@@ -58,6 +58,23 @@ def test_engine_loads_packed_prefix(model, prefix, tmp_path, capacity):
     assert continuation(model, tmp_path / "packed", tmp_path / "scratch") == CONTINUATION
 
 
+def test_engine_loads_prefix_repacked_for_flash_attention(model, tmp_path, capsys):
+    (tmp_path / "plain").mkdir()
+    with Engine(model, tmp_path / "live", tmp_path / "plain", attention_mode=0) as engine:
+        engine.call("prefix", NAME)
+        engine.call("generate", PREFIX_IDS, 0)
+    source = ("mnn", "repack", tmp_path / "plain", "--valid-tokens", 50)
+    kvmnn(*source, "--target-backend", "x86-avx2", "-o", tmp_path / "same")
+    assert "load it with attention_mode 0 (8, " in capsys.readouterr().err
+    kvmnn(*source, "--target-backend", "x86-avx2,flash_block=64", "-o", tmp_path / "flash")
+    assert "attention_mode" not in capsys.readouterr().err
+    found = [
+        continuation(model, tmp_path / folder, tmp_path / f"{folder}-{mode}", attention_mode=mode)
+        for folder, mode in (("same", 0), ("flash", 8), ("same", 8))
+    ]
+    assert found[0] == found[1] == CONTINUATION != found[2]
+
+
 def test_engine_loads_prefix_decoded_from_frames(model, prefix, tmp_path):
     kvmnn("encode", *described(prefix), "--model", model, "-o", f"{tmp_path}/frames/")
     kvmnn("decode", tmp_path / "frames", "--model", model, "-o", f"{tmp_path}/restored/")

@@ -85,7 +85,7 @@ class DiffReport(Record):
         return not self.differing and not self.unlike
 
     def __str__(self) -> str:
-        lines = [f"{line} (first input, second input)" for line in self.unlike]
+        lines = _format_unlike(self.unlike)
         if self.first is not None:
             lines.append(f"first difference: {self.first}")
             lines.append(f"{self.differing:,} of {self.words:,} words differ")
@@ -94,6 +94,23 @@ class DiffReport(Record):
         lines += self.hints
         lines = lines or [f"equal: {pluralize(self.words, 'word')}, bit by bit"]
         return "\n".join([*lines, *format_missing_of_pair(self.completeness)])
+
+
+_MAX_EQUAL_LINES = 4
+"""Number of arrays that have a line each, if all lines are equal but for the name."""
+
+
+def _format_unlike(unlike: Sequence[str]) -> list[str]:
+    lines_by_reason: dict[str, list[str]] = {}
+    for line in unlike:
+        lines_by_reason.setdefault(line.partition(": ")[2] or line, []).append(line)
+    lines: list[str] = []
+    for reason, equal_lines in lines_by_reason.items():
+        if len(equal_lines) > _MAX_EQUAL_LINES:
+            first_name, last_name = (equal_lines[index].partition(": ")[0] for index in (0, -1))
+            equal_lines = [f"{first_name} ... {last_name} ({len(equal_lines)} arrays): {reason}"]
+        lines += equal_lines
+    return [f"{line} (first input, second input)" for line in lines]
 
 
 def compare_bitwise(
@@ -385,7 +402,7 @@ class ToleranceReport(Record):
         return not self.above and not self.unlike and bool(self.errors)
 
     def __str__(self) -> str:
-        lines = [f"{line} (first input, second input)" for line in self.unlike]
+        lines = _format_unlike(self.unlike)
         if self.errors:
             lines.append("layer  part       numbers  relative  above atol     largest  at head, token, dim")
         lines += [

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvmnn.arrays.array import LazyArray, from_numpy
-from kvmnn.arrays.compare import compare_bitwise
+from kvmnn.arrays.compare import DiffReport, compare_bitwise
 from kvmnn.arrays.source import Source
 
 WORDS = np.arange(2 * 5 * 4, dtype=np.float32).reshape(2, 5, 4)
@@ -69,3 +69,14 @@ def test_compare_bitwise_undeclared_axes_are_reported() -> None:
         assert str(found).splitlines()[-1] == hint
         assert found.to_dict()["hints"] == [hint]
     assert compare_bitwise(numbered, numbered).equal and compare_bitwise(numbered, numbered).hints == ()
+
+
+def test_diff_report_has_one_line_for_many_arrays_that_differ_alike() -> None:
+    keys = [f"layer {layer}, K: fp32 and fp16" for layer in range(30)]
+    report = DiffReport(unlike=(*keys, "layer 3, V: only in the first"))
+    assert str(report).splitlines() == [
+        "layer 0, K ... layer 29, K (30 arrays): fp32 and fp16 (first input, second input)",
+        "layer 3, V: only in the first (first input, second input)",
+    ]
+    assert str(DiffReport(unlike=tuple(keys[:4]))).count("fp32 and fp16") == 4
+    assert report.to_dict()["unlike"] == [*keys, "layer 3, V: only in the first"]

@@ -493,9 +493,7 @@ def test_compact_plan_of_each_layer(prefix, run, monkeypatch):
         in run("mnn", "compact", *prefix.argv, "--plan", "-", "-o", "d/", code=1).err
     )
     Path("plan.json").write_text(json.dumps(plan[:1]))
-    assert (
-        "has plans for 1 layers" in run("mnn", "compact", *prefix.argv, "--plan", "plan.json", "-o", "d/", code=1).err
-    )
+    assert "has 1 plan for layer" in run("mnn", "compact", *prefix.argv, "--plan", "plan.json", "-o", "d/", code=1).err
 
 
 @pytest.mark.parametrize(

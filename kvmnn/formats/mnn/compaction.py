@@ -20,7 +20,7 @@ import numpy as np
 
 from ..._util.dataclass import dataclass
 from ..._util.parallel import Progress
-from ..._util.text import LOSSY, UNCHANGED, pluralize
+from ..._util.text import LOSSY, UNCHANGED, format_layers, pluralize
 from ..._util.validation import validate_int
 from ...arrays.completeness import require_complete
 from ...arrays.engine_cache import positions_to_runs
@@ -146,8 +146,11 @@ def _parse_pair_plans(document: JsonReader, entries: Sequence[JsonReader], info:
         plans[entry.get("layer").read_int(0)] = CompactionPlan(entry.get("remove").read_int(0), tuple(pairs))
     num_layers = len(info.layers)
     if sorted(plans) != list(range(num_layers)) or len(entries) != num_layers:
+        layers = sorted(entry.get("layer").read_int(0) for entry in entries)
+        layers_text = f" for {format_layers(layers)}" if layers else ""
         raise SourceError(
-            f"{document.label}: has plans for {len(entries)} layers: expected one for each of {num_layers}"
+            f"{document.label}: has {pluralize(len(entries), 'plan')}{layers_text}: expected one for each of "
+            f"{format_layers(range(num_layers))}"
         )
     return [plans[layer] for layer in range(num_layers)]
 

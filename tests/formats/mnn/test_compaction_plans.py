@@ -153,7 +153,10 @@ def test_plan_file_accepts_dump_kv_and_eval_output(tmp_path: Path, monkeypatch: 
         ({"traces": 3}, "found 3, expected a list"),
         ({"layers": []}, "has positions of 0 layers, not of 2"),
         ({"layers": [{"layer": 0, "heads": [[[0, 1]]]}]}, "layer 0: keeps tokens of its own in each KV head"),
-        ([{"layer": 0, "remove": 30, "pairs": [[0, 4]]}], "has plans for 1 layers: expected one for each of 2"),
+        (
+            [{"layer": 0, "remove": 30, "pairs": [[0, 4]]}],
+            "has 1 plan for layer 0: expected one for each of layers 0 to 1",
+        ),
         (5, "found 5, expected a list"),
     ],
 )

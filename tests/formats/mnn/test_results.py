@@ -243,7 +243,7 @@ def _one_layer() -> CacheInfo:
         ('[{"layer": 0, "remove": 3, "pairs": [[1]]}]', r"pairs\[0\]: has 1 entries"),
         ('[{"layer": 0, "layer": 0}]', "the same key twice"),
         ("[" * 100_000, "is not valid JSON"),
-        ('[{"layer": 1, "remove": 3, "pairs": []}]', "has plans for 1 layers"),
+        ('[{"layer": 1, "remove": 3, "pairs": []}]', "has 1 plan for layer 1: expected"),
     ],
 )
 def test_read_compaction_plans_invalid_plan_is_refused(tmp_path: Path, text: str, message: str) -> None:

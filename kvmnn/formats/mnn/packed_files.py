@@ -82,6 +82,8 @@ class PackedFiles:
     layers: tuple[PackedLayer, ...]
     #: The contents of the JSON file that kvmnn left next to them, and its path.
     sidecar_document: tuple[bytes, str] | None = None
+    #: Name of a document next to files without one, for a prefix that has no files there: they may have been renamed.
+    stray_document: str = ""
     #: Missing markers, without which the engine considers a prefix unfinished.
     problems: tuple[str, ...] = ()
     #: Notes about how the files were inferred.
@@ -224,8 +226,10 @@ def find_prefix(path: str, name: str | None = None) -> PackedFiles:
             raise SourceError(f"{path}: is not named as prefix-cache files are, <name>_<layer>.k or .v")
         name, layer_numbers = name_match["name"], [int(name_match["layer"])]
     listing = list_folder(folder)
-    name = _resolve_name(path, list_prefix_names(listing), name)
+    names = list_prefix_names(listing)
+    name = _resolve_name(path, names, name)
     selected_layers = layer_numbers or _list_layer_numbers(path, name, listing)
+    sidecar_document = _read_sidecar_document(folder / (name + CACHE_SIDECAR_SUFFIX))
     return PackedFiles(
         kind="prefix",
         name=name,
@@ -234,7 +238,8 @@ def find_prefix(path: str, name: str | None = None) -> PackedFiles:
             PackedLayer.from_folder(folder, layer_number, f"{name}_{layer_number}", may_lack=True)
             for layer_number in selected_layers
         ),
-        sidecar_document=_read_sidecar_document(folder / (name + CACHE_SIDECAR_SUFFIX)),
+        sidecar_document=sidecar_document,
+        stray_document="" if sidecar_document else _find_stray_document(names, listing),
         problems=tuple(_iter_problems(name, selected_layers, listing)),
     )
 
@@ -283,6 +288,12 @@ def _iter_problems(name: str, layers: list[int], listing: set[str]) -> Iterable[
             f"{len(missing_markers)} of {len(markers)} markers are missing, {missing_markers[0]} first, so the engine "
             "takes the prefix for unfinished"
         )
+
+
+def _find_stray_document(names: Sequence[str], listing: Iterable[str]) -> str:
+    """Return the first document in a listing that is of none of the prefixes; empty for none."""
+    documents = {file_name for file_name in listing if file_name.endswith(CACHE_SIDECAR_SUFFIX)}
+    return min(documents - {name + CACHE_SIDECAR_SUFFIX for name in names}, default="")
 
 
 def _read_sidecar_document(path: Path) -> tuple[bytes, str] | None:

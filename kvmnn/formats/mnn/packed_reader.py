@@ -137,6 +137,7 @@ def open_packed_files(files: PackedFiles, options: PackedOptions) -> PackedCache
         When the geometry in `options` differs from that of the model.
     """
     files, sidecar_info = _check_and_sort_files(files, options)
+    stray_document_loss = _check_stray_document(files, options)
     num_frame_layers = len(options.heads or options.valid_tokens) if options.is_of_frames else 0
     if num_frame_layers > 1 and num_frame_layers != len(files.layers):
         raise SourceError(
@@ -198,7 +199,7 @@ def open_packed_files(files: PackedFiles, options: PackedOptions) -> PackedCache
         counts = row_counts or count_nonempty_rows(files, match, choice.layouts, tokens)
         empty_rows_loss = _check_empty_rows(files, options, describe_empty_rows(files, counts, tokens))
         markers_losses = [f"{problem}: not checked whether its files belong together" for problem in files.problems]
-        info = replace(info, loss=join_losses(info.loss, empty_rows_loss, *markers_losses))
+        info = replace(info, loss=join_losses(info.loss, empty_rows_loss, *markers_losses, stray_document_loss))
         if match.layout.is_quantized:  # unused rows of int8 V are not zero, those of K are
             all_counts = count_nonempty_rows(files, match, choice.layouts)
             all_counts = replace(all_counts, values_by_head=all_counts.keys_by_head)
@@ -366,6 +367,22 @@ def _check_empty_rows(files: PackedFiles, options: PackedOptions, problem: str) 
         f"{files.path}: {problem}: {cause} was written in part: compute the prefix again; --ignore contradictions "
         "takes the zero rows as tokens",
         problem,
+    )
+
+
+def _check_stray_document(files: PackedFiles, options: PackedOptions) -> str:
+    """Raise `SourceError` for files that may have been renamed without their document; return the loss if ignored.
+
+    Without it, rows of evicted tokens would be read as tokens, and losses would be unknown.
+    """
+    if not files.stray_document or options.is_of_frames:
+        return ""
+    problem = f"{files.stray_document} describes no files next to it"
+    if options.ignore_contradictions:
+        return f"{problem}: whether it is that of prefix {files.name!r} is unknown, and it was not read"
+    raise SourceError(
+        f"{files.path}: {problem}: rename it to {files.name}{cache_info.CACHE_SIDECAR_SUFFIX} if these files were "
+        "renamed, else remove it; --ignore contradictions reads the files without it"
     )
 
 

@@ -295,6 +295,31 @@ def test_inspect_missing_layer_of_a_document_is_a_problem(prefix, run):
     assert json.loads(run("inspect", "p", "--json", code=1).out)["inputs"][0]["problems"] == [problem]
 
 
+def test_commands_renamed_files_without_their_document_are_refused(prefix, run):
+    """Of a compacted prefix the document alone says which rows are live."""
+    plan = ("--remove", 50, "--reserve", "0:8,16:5", "--valid-tokens", 50)
+    run("mnn", "compact", prefix, *GEOMETRY, *plan, "-o", "c")
+    for path in Path("c").glob("sys_*"):
+        path.rename(f"c/new{path.name[3:]}")
+    problem = "sys.kvmnn.json describes no files next to it"
+    message = f"c: {problem}: rename it to new.kvmnn.json if these files were renamed, else remove it"
+    repack = ("mnn", "repack", "c", *GEOMETRY, "--target-backend", "x86-avx512")
+    for verb in (repack, ("mnn", "unpack", "c"), ("encode", "c"), ("measure", "c/new_0.k")):
+        output = () if verb[0] == "measure" else ("-o", "out/")
+        assert (
+            message.replace("c:", f"{verb[-1]}:" if verb[0] == "measure" else "c:") in run(*verb, *output, code=1).err
+        )
+    assert not os.path.exists("out")
+    assert problem in run("inspect", "c").out
+    said = run(*repack, "-o", "out", "--ignore", "contradictions").out
+    assert "LOSSLESS copy of LOSSY K and V" in said and f"LOSSY: {problem}: whether it is that of prefix 'new'" in said
+    assert problem in run("inspect", "out").out
+    os.rename("c/sys.kvmnn.json", "c/new.kvmnn.json")
+    assert "LOSSLESS" in run(*repack, "-o", "out", "-f").out and "13 tokens" in run("inspect", "out").out
+    Path("c/sys.kvmnn.json").write_text("{}")  # the files have their own
+    run(*repack, "-o", "out", "-f")
+
+
 def test_pack_layers_of_unequal_size_are_refused(prefix, run):
     """MNN deletes such a prefix; `inspect` finds the same."""
     counts = enumerate((80, 60))

@@ -1,6 +1,6 @@
 """A chat with an MNN model that outlives its process: K and V of what was said are parked in a prefix store.
 Needs MNN and its exported model, on x86-64 Linux: pip install MNN==3.6.1 (another version may lack the function called)
-python examples/chat_from_store.py MODEL STORE [NAME [--ids]]   # a message a line; the chat NAME goes on
+python examples/chat_from_store.py MODEL STORE [NAME [--ids]]   # folders; a message a line; the chat NAME goes on
 """
 
 import ctypes
@@ -55,5 +55,5 @@ def main(model, folder, name="chat", *options):
             print(store.park(name, said[:end], read_layer_caches(kv), model=fingerprint, loss=loss))
 
 
-main(*sys.argv[1:])
+main(*sys.argv[1:]) if len(sys.argv) > 2 and os.path.isfile(sys.argv[1] + "/config.json") else sys.exit(__doc__)
 sys.stdout.flush(), os._exit(0)  # the engine may crash in its static destructors

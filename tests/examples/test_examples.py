@@ -59,6 +59,15 @@ def test_chat_goes_on_in_another_process(tmp_path: Path) -> None:
     assert answers == [line for line in chat("another", "hello there\nwhat is new\n") if line.startswith("[")]
 
 
+@needs_engine
+@pytest.mark.parametrize("arguments", [[], ["model"], ["no-model", "store"]])
+def test_chat_without_a_model_prints_its_usage(arguments: list[str], tmp_path: Path) -> None:
+    argv = [sys.executable, "-P", EXAMPLES / "chat_from_store.py", *arguments]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "MODEL STORE" in done.stderr and "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.slow
 @needs_engine
 def test_times_of_the_engine_are_a_file_of_speed(tmp_path: Path) -> None:

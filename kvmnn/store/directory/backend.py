@@ -851,16 +851,7 @@ class DirectoryBackend:
                     "this store, which another key or another store's files explain: nothing is removed; if they are "
                     "of no use, remove the store"
                 )
-            self.recovery_files.delete_other_pins(
-                [key for (key,) in cursor.iter_rows(tuple[Key], "SELECT key FROM pin")]
-            )
-            query = "SELECT key FROM space WHERE id IN (SELECT DISTINCT space FROM unit)"
-            namespaces = {key.hex() for (key,) in cursor.iter_rows(tuple[Key], query)}
-            self.recovery_files.delete_other_losses(namespaces)
-            unused_names = [
-                name for name in self.recovery_files.list_table_names() if name.partition("-")[0] not in namespaces
-            ]
-            num_other_files, other_bytes = len(unused_names), self.recovery_files.delete_tables(unused_names)
+            num_other_files = other_bytes = 0
             for path in unknown_paths:
                 with suppress(OSError):
                     other_bytes += path.stat().st_size
@@ -874,19 +865,31 @@ class DirectoryBackend:
 
         removed = self.remove_units(choose_units)
         evicted = RemovedUnits() if max_bytes is None else self.evict_units(max_bytes)
-        with self.index.begin_reading() as cursor:
+        with self.index.begin_writing() as cursor:
             remaining_bytes = index_updates.read_total_bytes(cursor)
+            num_tables, tables_bytes = self._remove_unused_recovery_files(cursor)
         self.index.vacuum()
         return CleanupResult(
             units=removed.num_units + evicted.num_units,
             lost=max(removed.num_units - freed.num_units, 0),
             bytes=removed.nbytes + evicted.nbytes + freed.nbytes,
-            other_files=num_other_files,
-            other_bytes=other_bytes,
+            other_files=num_other_files + num_tables,
+            other_bytes=other_bytes + tables_bytes,
             kept=explain_pinned_bytes(remaining_bytes, max_bytes),
             excess_bytes=count_excess_bytes(remaining_bytes, max_bytes),
             foreign=tuple(sorted(iter_foreign_files(self.folder))),
         )
+
+    def _remove_unused_recovery_files(self, cursor: ValidatingCursor) -> tuple[int, int]:
+        """Remove pins, losses and tables that no unit needs any more; return number and bytes of the tables."""
+        self.recovery_files.delete_other_pins([key for (key,) in cursor.iter_rows(tuple[Key], "SELECT key FROM pin")])
+        query = "SELECT key FROM space WHERE id IN (SELECT DISTINCT space FROM unit)"
+        namespaces = {key.hex() for (key,) in cursor.iter_rows(tuple[Key], query)}
+        self.recovery_files.delete_other_losses(namespaces)
+        unused_names = [
+            name for name in self.recovery_files.list_table_names() if name.partition("-")[0] not in namespaces
+        ]
+        return len(unused_names), self.recovery_files.delete_tables(unused_names)
 
     def verify(self, threads: int | None) -> StoreVerifyResult:
         """Read, decode and compare every unit, after checking the index; then check the recovery files."""

@@ -122,6 +122,7 @@ def test_imports_point_down() -> None:
     assert wrong_arrows(ROOT / "kvmnn") == []
 
 
+@pytest.mark.usefixtures("without_collector")
 def test_imports_have_no_circle() -> None:
     assert circle(ROOT / "kvmnn") == []
 

@@ -220,6 +220,9 @@ class _Planner:
         self.num_elements = sum(side.elements for sides in self._sides for side in sides)
         self._sensitivities = np.array([[side.sensitivity for side in sides] for sides in self._sides])
         self._bits_by_level = compute_level_bits(tables.frequencies)
+        levels = [side.levels.reshape(-1) for sides in self._sides for side in sides]
+        has_equal_sizes = len({side_levels.size for side_levels in levels}) == 1
+        self._levels = np.stack(levels) if has_equal_sizes else None  # [layer and side, coefficient]
 
     def plan(self, kl: float) -> StepPlan:
         """Return the steps of a loss."""
@@ -241,6 +244,11 @@ class _Planner:
     def _compute_bits(
         self, steps: npt.NDArray[np.float64], level_shifts: npt.NDArray[np.float64]
     ) -> npt.NDArray[np.float64]:
+        if self._levels is not None and not level_shifts.any():  # a search for a size does so hundreds of times
+            offsets = [round(LEVELS_PER_DOUBLING * math.log2(step)) for step in steps.reshape(-1).tolist()]
+            levels = np.clip(self._levels - np.array(offsets)[:, None], 0, len(self._bits_by_level) - 1)
+            sums: npt.NDArray[np.float64] = self._bits_by_level[levels].sum(axis=1)
+            return _BITS_FACTORS[self._below] * sums.reshape(steps.shape)
         return np.array(
             [
                 [self.compute_side_bits(layer, side, steps[layer, side], shift) for side in range(len(PARTS))]

@@ -30,6 +30,8 @@ def small_frames() -> dict[str, bytes]:
 
 
 FRAMES = small_frames()
+WALKED = [name for name in FRAMES if not name.startswith(("fp32 ramp", "fp32 rows"))]
+"""Frames of which every byte is cut or flipped: those of two lanes, and some of four, whose lanes are read alike."""
 
 
 def same(frame: bytes, dtypes: tuple[str | None, ...] = (None, "fp16", "fp32")) -> bool:
@@ -47,7 +49,7 @@ def headers(frame: bytes) -> Iterator[int]:
         yield part.offset
 
 
-@pytest.mark.parametrize("name", mark_most_slow(FRAMES, 5))
+@pytest.mark.parametrize("name", mark_most_slow(WALKED, 5))
 def test_frame_cut_at_every_byte_equals_reference(name: str) -> None:
     frame = FRAMES[name]
     assert same(frame)
@@ -62,7 +64,7 @@ def test_frame_cut_at_every_byte_equals_reference(name: str) -> None:
         assert not same(frame + more)
 
 
-@pytest.mark.parametrize("name", mark_most_slow(FRAMES, 5))
+@pytest.mark.parametrize("name", mark_most_slow(WALKED, 5))
 def test_frame_flipped_bytes_equal_reference(name: str) -> None:
     frame = FRAMES[name]
     head = {at + i for at in headers(frame) for i in range(10)} | set(range(4))

@@ -16,6 +16,7 @@ from ..arrays.naming import array_name_from_path
 from ..arrays.source import PACKED_FILES_KEY, list_losses, parse_cache_info, parse_completeness
 from ..dense import inspect
 from ..errors import FrameError, LimitError, ManifestError, OptionError
+from ..files.atomic import refuse_two_encodings
 from ..files.file_info import file_id
 from ..files.mapped_file import STDIN, MappedFile
 from ..frames import CODECS
@@ -273,6 +274,7 @@ def open_frames(path: str | MappedFile, *, use_manifest: bool = True, options: D
                 f"{path}: has no {manifest.MANIFEST_NAME}, so it is not a kvmnn bundle; "
                 f"to read frames without one, name the files ({Path(path, '*')})"
             )
+        refuse_two_encodings(path)
         return _open_manifest(path, manifest_path)
     if path.endswith(".json") and os.path.exists(path):
         return _open_manifest(path, Path(path))

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Final, Protocol, Self
 
 from .._util.parallel import parallel_map
-from ..errors import REPLACE_HINT, KvmnnError, OutputError
+from ..errors import REPLACE_HINT, KvmnnError, OutputError, SourceError
 from . import change_detection
 from .file_info import file_id
 from .file_names import FRAME_SUFFIX, LAYER_STREAM_SUFFIXES
@@ -246,6 +246,16 @@ class FileOutput(_StagedOutput):
 
 ENCODING_INDEXES: Final = ("manifest.json", "layers.json")
 """Files that describe a folder of frames and one of layer streams: a folder is one of them, never both."""
+
+
+def refuse_two_encodings(folder: str | os.PathLike[str]) -> None:
+    """Raise `SourceError` for a folder with several of `ENCODING_INDEXES`, as a copy of one into another has."""
+    names = [name for name in ENCODING_INDEXES if os.path.isfile(os.path.join(folder, name))]
+    if len(names) > 1:
+        raise SourceError(
+            f"{os.fspath(folder)}: has both {' and '.join(names)}: two encodings, perhaps of different texts; remove "
+            f"one, or name the file ({os.path.join(folder, names[0])})"
+        )
 
 
 def _list_indexed_files(folder: Path, indexes: Iterable[str]) -> list[str]:

@@ -19,7 +19,7 @@ from kvmnn.arrays import LayerCache
 from kvmnn.arrays.completeness import Completeness, LayerStateInfo
 from kvmnn.calibration.maker import build_linear_tables, build_transform_tables
 from kvmnn.dense import RopeConfig
-from kvmnn.errors import KvmnnError, OptionError
+from kvmnn.errors import KvmnnError, OptionError, SourceError
 from kvmnn.formats.layer_streams.codecs import CacheEncoder, LayerStreamOptions
 from kvmnn.formats.layer_streams.document import LAYERS_NAME, LayerCodec
 from kvmnn.formats.layer_streams.reader import inspect_layers, restore_layers, verify_layers
@@ -87,6 +87,48 @@ def test_layer_streams_written_over_frames_and_other_streams_leave_none_of_them(
         names = {path.name for path in streams.iterdir()}
         assert names == {"layers.json", *(entry.file for entry in document.layers)}
         assert all(name.endswith((suffix, ".json")) for name in names)
+
+
+def test_folder_of_layer_streams_and_frames_is_refused_by_every_reader(
+    encoded: tuple[Path, Path], tmp_path: Path, run: Any
+) -> None:
+    _, mixture = encoded
+    frames = tmp_path / "frames"
+    kvmnn.bundle.encode(save_folder(tmp_path / "later", make_cache(200, 3)), f"{frames}/")
+    shutil.copytree(frames, mixture, dirs_exist_ok=True)
+    reason = (
+        f"{mixture}: has both manifest.json and layers.json: two encodings, perhaps of different texts; remove one, "
+        f"or name the file ({mixture / 'manifest.json'})"
+    )
+    for read in (
+        lambda: kvmnn.open(mixture),
+        lambda: kvmnn.bundle.open_frames(str(mixture)),
+        lambda: kvmnn.formats.restore(str(mixture), tmp_path / "x.npz"),
+    ):
+        with pytest.raises(SourceError) as caught:
+            read()
+        assert str(caught.value) == reason
+    for words in (
+        ("verify", mixture),
+        ("inspect", mixture),
+        ("decode", mixture, "-o", tmp_path / "x.npz"),
+        ("diff", mixture, frames),
+        ("encode", mixture, "--codec", f"profile:{tmp_path / 'tiny.kvmp'}", "-o", f"{tmp_path / 'x'}/"),
+        ("encode", mixture, "--codec", "dense", "-o", f"{tmp_path / 'x'}/"),
+        ("mnn", "pack", mixture, "-o", f"{tmp_path / 'x'}/"),
+        ("mnn", "unpack", mixture, "-o", tmp_path / "x.npz"),
+        ("store", "put", tmp_path / "x", mixture, "--token-ids", "1,2"),
+    ):
+        assert reason in run(*words, code=1).err, words
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("x")]
+    assert reason in run("verify", mixture, "--jobs", 1, code=1).out
+
+    for name, cache in (("manifest.json", tmp_path / "later"), ("layers.json", tmp_path / "cache")):
+        assert "LOSSLESS" in run("verify", mixture / name).out
+        assert "bit by bit" in run("diff", mixture / name, cache).out
+    run("encode", tmp_path / "later", "--codec", f"profile:{tmp_path / 'tiny.kvmp'}", "-o", f"{mixture}/", "-f")
+    assert "bit by bit" in run("diff", mixture, tmp_path / "later").out
+    assert not [*mixture.glob("*.frame"), *mixture.glob("manifest.json")]
 
 
 @pytest.mark.parametrize("settings", [{}, {"below": 0}, {"below": 1}])

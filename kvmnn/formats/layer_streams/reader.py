@@ -24,7 +24,7 @@ from ...arrays.layer_cache import LayerCache
 from ...arrays.layers import collect_layers
 from ...arrays.source import LOSSY_KEY, Source, is_rounded_by_codec, join_losses, list_losses
 from ...errors import FrameError, KvmnnError, LimitError, ManifestError, MissingFileError, SourceError
-from ...files.atomic import is_device
+from ...files.atomic import is_device, refuse_two_encodings
 from ...files.mapped_file import FileHead, MappedFile
 from ...files.schema import Record, json_key
 from ...linear.header import read_header as read_linear_header
@@ -70,11 +70,11 @@ class LayerStreams:
     Raises
     ------
     SourceError, ManifestError
-        Where ``layers.json`` or the profile is not there, or damaged.
+        Where ``layers.json`` or the profile is not there, or damaged; for a folder that has frames, too.
     """
 
     def __init__(self, folder: str, profile: str | os.PathLike[str] | None = None) -> None:
-        self.folder = os.path.dirname(folder) if os.path.basename(folder) == LAYERS_NAME else folder
+        self.folder = _find_folder(folder)
         self.document: LayerStreamsDocument = read_layers_document(self.folder)
         _check_predicted_kl(self.folder, self.document)
         self.unused_reason: str | None = _find_unused_reason(self.folder, self.document)
@@ -119,6 +119,14 @@ class LayerStreams:
                 raise ManifestError(
                     f"{self.folder}: {entry.file}: array {array.name!r} does not match the sha256 of {LAYERS_NAME}"
                 )
+
+
+def _find_folder(path: str) -> str:
+    """Return the folder of layer streams that a path names; `SourceError` for one that has frames, too."""
+    if os.path.basename(path) == LAYERS_NAME:
+        return os.path.dirname(path)
+    refuse_two_encodings(path)
+    return path
 
 
 def _find_unused_reason(folder: str, document: LayerStreamsDocument) -> str | None:
@@ -463,7 +471,7 @@ def _count_model_profile_bytes(document: LayerStreamsDocument, profile: Profile 
 
 def inspect_layers(path: str) -> LayerStreamsInfo:
     """Describe a folder of layer streams; its profile says which layers are absent, and need not be there."""
-    folder = os.path.dirname(path) if os.path.basename(path) == LAYERS_NAME else path
+    folder = _find_folder(path)
     document = read_layers_document(folder)
     _check_predicted_kl(folder, document)
     sizes = {entry.file: entry.nbytes for entry in document.layers}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -104,10 +103,10 @@ def is_layer_streams(path: str) -> bool:
 
 
 def refuse_idle_profile(arguments: argparse.Namespace, paths: Sequence[str]) -> None:
-    """Raise `UsageError` for ``--profile`` if no input is layer streams; opening reports one that is missing."""
-    is_missing = any(path != STDIO and "://" not in path and not os.path.exists(path) for path in paths)
-    if not is_missing and not any(map(is_layer_streams, paths)):
-        shared_options.refuse_given(arguments, ["profile"], f"is about layer streams, and {' '.join(paths)} holds none")
+    """Raise `UsageError` for ``--profile`` if no input is layer streams."""
+    if not any(map(is_layer_streams, paths)):
+        reason = f"is about layer streams, and {' '.join(paths)} holds none"
+        shared_options.refuse_given(arguments, ["profile"], reason, paths)
 
 
 def open_frame_set(path: str | MappedFile, arguments: argparse.Namespace, options: DecodeOptions) -> FrameSet:

@@ -110,10 +110,10 @@ def refuse_idle_engine_options(arguments: argparse.Namespace, paths: Sequence[st
     given_names = [name for name in SELECTION_OPTIONS if shared_options.was_given(arguments, name)]
     if given_names and not any(map(is_llama, paths)):
         reason = f"is about caches of llama.cpp, and {' '.join(paths)} holds none"
-        shared_options.refuse_given(arguments, _LLAMA_OPTIONS, reason)
+        shared_options.refuse_given(arguments, _LLAMA_OPTIONS, reason, paths)
     if given_names and not any(map(is_engine_file, paths)):
         reason = f"is about quantised caches of llama.cpp and MLX, and {' '.join(paths)} holds none"
-        shared_options.refuse_given(arguments, ["blocks"], reason)
+        shared_options.refuse_given(arguments, ["blocks"], reason, paths)
 
 
 def refuse_blocks_without_quantized(arguments: argparse.Namespace, source: Source) -> None:
@@ -425,7 +425,7 @@ def refuse_idle_packed_options(
             subject = "packed files of MNN's" + (" and caches of llama.cpp" if name in HEAD_OPTIONS else "")
             subject += f", and {' '.join(paths)} holds none"
             hint = ": --label names a text of a store" if name == "name" and hasattr(arguments, "label") else ""
-            shared_options.refuse_given(arguments, [name], f"is about {subject}{hint}")
+            shared_options.refuse_given(arguments, [name], f"is about {subject}{hint}", paths)
 
 
 def check_provenance(arguments: argparse.Namespace, info: CacheInfo | None, where: str) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .command_parser import parse_byte_count as parse_byte_count
 from .command_parser import parse_positive as parse_positive
 from .command_parser import parse_whole as parse_whole
-from .console import UsageError
+from .console import STDIO, UsageError
 from .options import SpecAction, SpecField, add_spec_option
 
 if TYPE_CHECKING:
@@ -24,11 +24,27 @@ def was_given(arguments: argparse.Namespace, name: str) -> bool:
     return bool(hasattr(arguments, name) and getattr(arguments, name) != arguments.parser.get_default(name))
 
 
-def refuse_given(arguments: argparse.Namespace, names: Iterable[str], reason: str) -> None:
-    """Raise `UsageError` for the first of the options that was specified; `names` are those of the namespace."""
+def refuse_given(arguments: argparse.Namespace, names: Iterable[str], reason: str, paths: Iterable[str] = ()) -> None:
+    """Raise `UsageError` for the first of the options that was specified; `names` are those of the namespace.
+
+    If `reason` is about the contents of `paths`, one that cannot be read is reported instead, as a `SourceError`.
+    """
     for name in names:
         if was_given(arguments, name):
+            check_readable(paths)
             raise UsageError(f"{get_option_name(arguments, name)} {reason}")
+
+
+def check_readable(paths: Iterable[str]) -> None:
+    """Raise `SourceError` for an input that is not there or whose folder cannot be read."""
+    from ..errors import build_read_error
+
+    for path in paths:
+        if path != STDIO and "://" not in path:
+            try:
+                os.stat(path)
+            except OSError as error:
+                raise build_read_error(path, error) from None
 
 
 def get_option_name(arguments: argparse.Namespace, name: str) -> str:

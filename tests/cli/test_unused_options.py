@@ -89,6 +89,34 @@ def test_options_without_effect_are_refused(here, run, argv, said):
 @pytest.mark.parametrize(
     "argv",
     [
+        "mnn repack missing --model m --target-backend arm64-fp16 -o x/",
+        "mnn unpack missing --part stream=0 -o x.npz",
+        "mnn unpack missing --raw-blocks -o x.npz",
+        "inspect missing --kv-heads 2",
+        "inspect k.npy missing --no-zstd --axes htd --valid-tokens 2",
+        "encode missing --kv-heads 2 -o x/",
+        "encode missing.frame --kv-heads 2 -o x/",
+        "verify kv/ --against missing --backend x86-avx2",
+        "verify missing --profile p",
+        "diff missing kv/ --head-dim 8",
+        "diff kv/ missing --head-dim 8",
+        "diff kv/ missing --second-valid-tokens 8",
+        "measure missing --kv-heads 2",
+        "store put st missing --name a --token-ids 1",
+        "compressor run w.bin missing --axes htd --kv-heads 2",
+        "compressor inspect missing --num-heads 2",
+    ],
+)
+def test_missing_input_is_reported_before_options_without_effect(here, run, argv):
+    before = sorted(here.iterdir())
+    missing = "missing.frame" if "missing.frame" in argv else "missing"
+    assert run(*argv.split(), code=1).err == f"kvmnn: error: {missing}: cannot be read: No such file or directory\n"
+    assert sorted(here.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
         "inspect sys k.npy --kv-heads 2 --head-dim 4 --valid-tokens 30 --backend x86-avx2",
         "compressor inspect c.pth w.bin --num-heads 2 --head-dim 8",
         "compressor verify w.bin --against c.pth --head-dim 8",

@@ -230,7 +230,8 @@ def run_inspect(arguments: argparse.Namespace) -> int:
             raise SourceError(f"{path}: expected a compressor's weight file (.bin) or a checkpoint")
     if not has_checkpoint:
         conversion_options = ["dtype", *weights_options.CONVERSION_OPTION_NAMES]
-        shared_options.refuse_given(arguments, conversion_options, "is about checkpoints, and weight files are shown")
+        reason = "is about checkpoints, and weight files are shown"
+        shared_options.refuse_given(arguments, conversion_options, reason, arguments.inputs)
     for path in arguments.inputs:
         info, text = inspect_weight_file(path, arguments)
         console.register_document_names(info.to_dict())

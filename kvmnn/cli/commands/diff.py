@@ -179,7 +179,7 @@ def run(arguments: argparse.Namespace) -> int:
     input_sources.refuse_idle_profile(arguments, paths)
     if not packed_options.may_be_packed(arguments.second):
         shared_options.refuse_given(
-            arguments, ["second_tokens"], f"is about packed files, and {arguments.second} holds none"
+            arguments, ["second_tokens"], f"is about packed files, and {arguments.second} holds none", paths
         )
     common_arguments = _with_values(arguments, kv_batch=None)  # a batch is cut below, where both are known
     second_arguments = _with_values(common_arguments, tokens=arguments.second_tokens or arguments.tokens)

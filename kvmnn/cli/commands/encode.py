@@ -277,7 +277,8 @@ def _transcode(arguments: argparse.Namespace, frames_input: str | MappedFile) ->
             f"-o {arguments.output}: a Zarr store is made of arrays (kvmnn decode), a bundle of frames: use -o DIR/"
         )
     idle_names = [name for name in vars(arguments) if name not in _TRANSCODE_OPTION_NAMES]
-    shared_options.refuse_given(arguments, idle_names, f"is not about frames, and {arguments.inputs[0]} is some")
+    reason = f"is not about frames, and {arguments.inputs[0]} is some"
+    shared_options.refuse_given(arguments, idle_names, reason, arguments.inputs)
     if arguments.dtype not in (None, *shared_options.ELEMENT_TYPES):
         raise UsageError(f"--dtype {arguments.dtype}: frames without a manifest hold fp16, bf16 or fp32")
     if arguments.codec == "mnn":

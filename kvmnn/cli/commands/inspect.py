@@ -89,7 +89,8 @@ def _refuse_idle(arguments: argparse.Namespace) -> None:
     used_names = {name for path in arguments.inputs for name in _list_used_options(path, arguments)}
     idle_names = [name for name in (*_FRAME_OPTION_NAMES, *_CACHE_OPTIONS) if name not in used_names]
     inputs = " ".join(arguments.inputs)
-    shared_options.refuse_given(arguments, idle_names, f"changes nothing of what is said about {inputs}: leave it out")
+    reason = f"changes nothing of what is said about {inputs}: leave it out"
+    shared_options.refuse_given(arguments, idle_names, reason, arguments.inputs)
 
 
 _CACHE_OPTIONS = (

@@ -777,8 +777,8 @@ class PrefixStore:
         until the other sequences are deleted, and then what is left of this one, by its handle of `ls`.
 
         A sequence that is pinned itself is left as it is, with its label. Shorter sequences that begin it go with it
-        unless a pin keeps them: the result names those with a label. Of a sequence with a label that is damaged, or was
-        evicted in part, what is left is removed.
+        unless a pin keeps them, or windows or state at their length: the result names those with a label. Of a sequence
+        with a label that is damaged, or was evicted in part, what is left is removed.
 
         Parameters
         ----------
@@ -803,7 +803,7 @@ class PrefixStore:
                 and np.array_equal(text.ids, ids[: text.ids.size])
                 and self._sequences.is_stored(text)
             ]
-            results = [self._backend.delete(self._sequences.make_sequence(namespace, ids)) for namespace in namespaces]
+            results = [self._delete_with_prefixes(namespace, ids) for namespace in namespaces]
             unpinned = [
                 namespace for namespace, result in zip(namespaces, results, strict=True) if not result.is_refused
             ]
@@ -835,6 +835,23 @@ class PrefixStore:
             return self._with_retry(delete)
         finally:
             self._metrics.record_damages(len(notes))
+
+    def _delete_with_prefixes(self, namespace: Namespace, ids: Ids) -> CleanupResult:
+        """Delete a sequence, then shorter ones that begin it: one that ends within a block has that block in a unit
+        that reaches beyond what a longer one uses of it, so that it stays at first.
+        """
+        result = step = self._backend.delete(self._sequences.make_sequence(namespace, ids))
+        while step.units and step.unshared_tokens:
+            num_left = self._backend.find_prefix(self._sequences.make_sequence(namespace, ids)).tokens
+            step = self._backend.delete(self._sequences.make_sequence(namespace, ids[:num_left]))
+            if step.units:
+                result = replace(
+                    step,
+                    units=result.units + step.units,
+                    bytes=result.bytes + step.bytes,
+                    missing_tokens=result.missing_tokens,
+                )
+        return result
 
     def _list_sessions_of(self, namespaces: Collection[Namespace], ids: Ids) -> Iterator[str]:
         """Yield the names of sessions that begin with a text, or begin it: they have ids of it."""

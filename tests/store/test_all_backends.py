@@ -466,6 +466,27 @@ def test_delete_counts_what_stays_with_a_pinned_beginning(url: str) -> None:
         assert store.delete(text, model=MODEL).kept == ""
 
 
+@pytest.mark.parametrize("sizes", [(200, 203), (121, 213, 913), (128, 256)])
+def test_delete_takes_shorter_texts_along(url: str, sizes: tuple[int, ...]) -> None:
+    """Also those that end within a block, which they have in units of their own; up to a pinned one."""
+    text = [*range(max(sizes))]
+    with PrefixStore(url) as store:
+        for size in sizes:
+            store.put(text[:size], layers_of(text[:size]), model=MODEL, label=f"turn {size}")
+        num_units, num_bytes = store.stats().units, store.stats().bytes
+        removed = store.delete(text, model=MODEL)
+        assert (removed.units, removed.bytes, removed.unshared_tokens, removed.kept) == (num_units, num_bytes, 0, "")
+        assert removed.lost_labels == tuple(f"turn {size}" for size in sizes[:-1])
+        assert (store.match(text, model=MODEL), store.ls().texts) == (0, ())
+        for size in sizes:
+            put(store, text[:size])
+        store.pin(text[: sizes[0]], model=MODEL)
+        removed = store.delete(text, model=MODEL)
+        assert removed.kept == f"its first {sizes[0]} tokens stay, which other texts have or a pin keeps"
+        assert [entry.tokens for entry in store.ls().texts] == [sizes[0]]
+        assert same(store.get(text, model=MODEL).layers, text, sizes[0])
+
+
 def test_stats_count_units_that_no_get_finds(url: str) -> None:
     """One that the server took, or whose file is lost, and both that go on from it."""
     begin = [*range(8)]

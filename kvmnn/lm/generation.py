@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import field, replace
 from typing import Protocol
 
@@ -24,7 +25,7 @@ from ..policies.registry import LabelledPolicy
 from ..reports.records import RuntimeStats
 from ..reports.table import wrap_sentences
 from ..reports.tables import format_h2o_text, format_runtime_text
-from ..store import PrefixStore, PutResult, StoredPrefix
+from ..store import BackendUnavailableError, PrefixStore, PutResult, StoredPrefix
 from .kv_store import describe_encoding
 from .onnx.model_files import ModelFiles, compute_fingerprint, find_model, get_section
 from .runner import Runner, RunOptions
@@ -117,8 +118,10 @@ class StoredPrefixes:
 
     @property
     def uses_attention(self) -> bool:
-        """Whether new units are smaller if what tokens drew of the attention is known."""
-        return self._store.codec == "transform"
+        """Whether new units are smaller if what tokens drew of the attention is known; not while nothing answers."""
+        with suppress(BackendUnavailableError):  # a miss of `get`, which explains it
+            return self._store.codec == "transform"
+        return False
 
     def begin_text(self, runner: Runner, ids: Sequence[int]) -> StoredPrefix:
         """Reset a runner and load the longest stored prefix of a text; its last token remains to be fed.

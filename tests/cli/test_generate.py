@@ -165,3 +165,12 @@ def test_generate_store_reuses_the_prompt(generate: Callable[..., Any], tmp_path
     (tmp_path / "text").write_text("no store")
     refused = generate(*asked[:-1], tmp_path / "text", code=1)
     assert "text" in refused.err
+
+
+def test_generate_store_that_does_not_answer_is_a_miss(generate: Callable[..., Any]) -> None:
+    """Nothing listens at port 1."""
+    pytest.importorskip("redis")
+    asked = [FIXTURE, "--prompt", PROMPT, "--max-new-tokens", 3]
+    found = document(generate(*asked, "--store", "redis://127.0.0.1:1/0", "--json"))
+    assert found["full"]["ids"] == document(generate(*asked, "--json"))["full"]["ids"]
+    assert found["full"]["store"]["tokens"] == 0 and "does not answer" in found["full"]["store"]["notes"][0]

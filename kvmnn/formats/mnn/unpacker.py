@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import field
+from dataclasses import field, replace
 from pathlib import PurePath
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from ...arrays.engine_metadata import add_completeness_metadata
 from ...arrays.engine_transforms import describe_order
 from ...arrays.layers import collect_layers
 from ...arrays.llama_transforms import Transform, has_lossy_inverse
-from ...arrays.source import Source, list_losses, qualify_label
+from ...arrays.source import LOSSY_KEY, Source, join_losses, list_losses, qualify_label
 from ...errors import OptionError
 from ...files.atomic import DirectoryOutput, is_device, refuse_input_folder
 from ...files.file_names import is_directory_output, list_with_contents
@@ -153,7 +153,11 @@ def unpack(
     """
     refuse_input_folder(output, source.inputs)
     start_time = time.perf_counter()
+    losses = tuple(list_losses(source.metadata))
     stale_notes: list[str] = []
+    if source.doubt:  # what this call loses: the label says it, and the output records it
+        loss = join_losses(source.metadata.get(LOSSY_KEY, ""), source.doubt)
+        source = replace(source, metadata=source.metadata | {LOSSY_KEY: loss})
     if form == "arrays":
         chunks, metadata = iter_source_chunks(source, progress), build_output_metadata(source, output)
         if is_directory_output(output):  # where the description of packed files has no place
@@ -170,7 +174,7 @@ def unpack(
         output=output,
         arrays=tuple(source.arrays),
         is_lossy=source.lossy,
-        losses=tuple(list_losses(source.metadata)),
+        losses=losses,
         seconds=time.perf_counter() - start_time,
         notes=(*source.notes, *describe_order(source), *_iter_lost_information(source, output, form), *stale_notes),
         cache=source.cache,

@@ -311,6 +311,31 @@ def test_repack_and_pack_that_leave_rows_out_say_lossy(prefix, run):
         assert "LOSSY" in text and reason in text and "LOSSLESS" not in text
 
 
+@pytest.mark.parametrize("output", ["u.safetensors", "u.npz", "u/"])
+def test_unpack_records_the_rows_that_it_leaves_out(prefix, run, output):
+    """What reads the output knows of the loss, as it does of that of repack."""
+    reason = "40 tokens leave 10 rows out"
+    run("mnn", "unpack", prefix, *GEOMETRY, "--backend", "x86-avx2", "--valid-tokens", 40, "-o", output)
+    assert "LOSSY: 50 rows of K and V of all layers are not empty" in run("inspect", output).out
+    packed = run("mnn", "pack", output, "--name", "sys", "--backend", "x86-avx2", "-o", "q/")
+    assert "LOSSLESS copy of LOSSY K and V" in packed.out and reason in packed.out
+    assert reason in run("inspect", "q").out
+    assert reason in run("encode", output, "-o", "b/").out
+
+
+@pytest.mark.parametrize("kind", ["dump"])
+def test_unpack_dump_records_the_rows_that_it_leaves_out(prefix, run, kind):
+    options = (*GEOMETRY, "--backend", "x86-avx2", "--valid-tokens", 40, "--output-kind", kind)
+    run("mnn", "unpack", prefix, *options, "-o", "d/")
+    assert "40 tokens leave 10 rows out" in run("inspect", "d").out
+
+
+def test_unpack_array_file_without_room_for_the_loss_gives_a_note(prefix, run):
+    options = (*GEOMETRY, "--backend", "x86-avx2", "--valid-tokens", 40, "--tensor", "layer_0.key")
+    note = "k.npy does not record that K and V are LOSSY"
+    assert note in run("mnn", "unpack", prefix, *options, "-o", "k.npy").err
+
+
 def test_decode_older_bundle_claims_live_elements_only(prefix, run):
     """Bundles of earlier versions record only the live elements."""
     run("encode", prefix, *FRESH, "-o", "b/")

@@ -245,7 +245,9 @@ def read_packed_dump(path: str, options: ReadOptions) -> Source:
     if not entries:
         raise SourceError(f"{path}: has no {PACKED_META_GLOB} file below it, so it is not a packed MNN KV dump")
     arrays, skipped = select_tensors(path, entries, options)
-    return Source(arrays, skipped_arrays=skipped, opened_files=tuple(opened))
+    source = Source(arrays, skipped_arrays=skipped, opened_files=tuple(opened))
+    add_sidecars(source, path, is_whole=not options.tensors)
+    return source
 
 
 def _iter_packed_tensors(

@@ -323,14 +323,14 @@ def test_unpack_records_the_rows_that_it_leaves_out(prefix, run, output):
     assert reason in run("encode", output, "-o", "b/").out
 
 
-@pytest.mark.parametrize("kind", ["dump"])
+@pytest.mark.parametrize("kind", ["dump", "packed-dump"])
 def test_unpack_dump_records_the_rows_that_it_leaves_out(prefix, run, kind):
     options = (*GEOMETRY, "--backend", "x86-avx2", "--valid-tokens", 40, "--output-kind", kind)
     run("mnn", "unpack", prefix, *options, "-o", "d/")
     assert "40 tokens leave 10 rows out" in run("inspect", "d").out
 
 
-def test_unpack_array_file_without_room_for_the_loss_gives_a_note(prefix, run):
+def test_unpack_npy_notes_that_the_loss_is_not_recorded(prefix, run):
     options = (*GEOMETRY, "--backend", "x86-avx2", "--valid-tokens", 40, "--tensor", "layer_0.key")
     note = "k.npy does not record that K and V are LOSSY"
     assert note in run("mnn", "unpack", prefix, *options, "-o", "k.npy").err

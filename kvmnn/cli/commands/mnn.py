@@ -106,6 +106,7 @@ rotated to the first positions: --rerotate."""
 _PACK_USED_OPTIONS = (
     "tokens",
     "model",
+    "ignore_contradictions",
     "backend",
     "kv_heads",
     "head_dim",

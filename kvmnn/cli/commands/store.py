@@ -991,6 +991,8 @@ def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
         else:
             arguments.read = _load_source(arguments)
             arguments.made_by = _choose_put_model(arguments)
+            if not (arguments.force or arguments.ignore_contradictions):
+                _check_provenance(arguments)
             arguments.layers = read_layers(arguments.read, arguments)
             if arguments.model is not None and not arguments.force:
                 _check_num_layers(arguments)
@@ -1174,6 +1176,25 @@ def _read_rope(arguments: argparse.Namespace) -> RopeConfig | Literal["none"] | 
         return dense_options.read_model_rope(arguments.model, arguments.read)[0]
     except KvmnnError:  # it says nothing: the store looks for it
         return None
+
+
+def _check_provenance(arguments: argparse.Namespace) -> None:
+    """Raise `UsageError` for a model or a text other than the cache records, such as frames of packed files."""
+    from ...formats.mnn import check_recorded_provenance
+    from ...packed.cache_info import TokenIdsFingerprint
+    from ...store.fingerprints import MNN_METHOD
+
+    info = arguments.read.cache
+    if info is None:
+        return
+    model, token_ids = arguments.model, None
+    is_mnn_model = model is not None and _choose_fingerprint_method(model) is MNN_METHOD
+    model_fingerprint = arguments.made_by.partition(" ")[0] if is_mnn_model else None
+    if info.token_ids is not None and (arguments.token_ids is not None or arguments.text is not None):
+        ids = _load_ids(arguments)
+        num_ids = len(ids) if arguments.text is None else info.token_ids.count  # a text may go on after the cache
+        token_ids = TokenIdsFingerprint.from_ids(ids[:num_ids])
+    check_recorded_provenance(info, " ".join(arguments.inputs), token_ids, model_fingerprint, error_type=UsageError)
 
 
 def _choose_put_model(arguments: argparse.Namespace) -> str:

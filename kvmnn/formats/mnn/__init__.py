@@ -10,7 +10,13 @@ if TYPE_CHECKING:
     from .inspection import PackedInspectionReport, inspect_packed
     from .model import compute_fingerprint
     from .packed_files import PackedFiles
-    from .packed_reader import PackedCacheReader, find_packed, open_packed, open_packed_files
+    from .packed_reader import (
+        PackedCacheReader,
+        check_recorded_provenance,
+        find_packed,
+        open_packed,
+        open_packed_files,
+    )
     from .packer import pack, repack
     from .prefix_restorer import RestorePrefixResult, can_restore_prefix, list_provenance_mismatches, restore_prefix
     from .prefix_writer import PackResult
@@ -25,7 +31,7 @@ else:
             "inspection": "PackedInspectionReport inspect_packed",
             "model": "compute_fingerprint",
             "packed_files": "PackedFiles",
-            "packed_reader": "PackedCacheReader find_packed open_packed open_packed_files",
+            "packed_reader": "PackedCacheReader check_recorded_provenance find_packed open_packed open_packed_files",
             "packer": "pack repack",
             "prefix_restorer": "RestorePrefixResult can_restore_prefix list_provenance_mismatches restore_prefix",
             "prefix_writer": "PackResult",
@@ -45,6 +51,7 @@ __all__ = [
     "RestorePrefixResult",
     "UnpackResult",
     "can_restore_prefix",
+    "check_recorded_provenance",
     "compact",
     "compute_fingerprint",
     "find_packed",

@@ -10,6 +10,7 @@ import contextlib
 import os
 from dataclasses import field, replace
 from pathlib import PurePath
+from typing import TypeAlias
 
 from ..._util.dataclass import dataclass
 from ..._util.text import pluralize as count_of
@@ -55,6 +56,8 @@ from .packed_files import DamagedFilesError, PackedFiles, describe_marker, find_
 from .packed_io import account_for_files, find_difference, make_packed_array, make_unused_arrays
 from .row_hashes import find_changed_layer
 
+_IDS = "sequence of token ids"
+_PropertyValue: TypeAlias = "tuple[int, ...] | TokenIdsFingerprint | str | None"
 PACKED_SUFFIXES = (".k", ".v")
 
 
@@ -189,7 +192,7 @@ def open_packed_files(files: PackedFiles, options: PackedOptions) -> PackedCache
     if sidecar_info:
         _check_same_as_sidecar(files, options, sidecar_info, info)
         if options.token_ids and not options.ignore_contradictions:
-            _check_ids_count(files, sidecar_info, options.token_ids.count)
+            check_ids_count(files.path, sidecar_info, options.token_ids.count)
     elif options.token_ids and {options.token_ids.count} != set(tokens):
         raise UnsuitableOptionError(f"{files.path}: {options.token_ids.count} token ids for {max(tokens)} tokens")
     if choice.conflict and not options.ignore_contradictions:
@@ -568,27 +571,50 @@ def _check_same_as_sidecar(
     files: PackedFiles, options: PackedOptions, sidecar_info: CacheInfo, info: CacheInfo
 ) -> None:
     error_type = SourceError if options.is_of_frames else UnsuitableOptionError
-    for property_name, stored_value, actual_value in (
-        ("number of tokens", _list_token_counts(sidecar_info), _list_token_counts(info)),
-        ("token ids", sidecar_info.token_ids or info.token_ids, info.token_ids),
-        ("model", sidecar_info.model or info.model, info.model),
-    ):
-        if stored_value != actual_value:
-            raise error_type(
-                f"{files.path}: its document says another {property_name} than was given: "
-                f"{_format_value(stored_value)}, not {_format_value(actual_value)}"
-            )
+    origin, stored_counts, actual_counts = "its document", _list_token_counts(sidecar_info), _list_token_counts(info)
+    _check_property(files.path, origin, "number of tokens", stored_counts, actual_counts, error_type)
+    _check_property(files.path, origin, _IDS, sidecar_info.token_ids, info.token_ids, error_type)
+    _check_property(files.path, origin, "model", sidecar_info.model, info.model, error_type)
 
 
-def _check_ids_count(files: PackedFiles, sidecar_info: CacheInfo, num_ids: int) -> None:
-    """Raise an error for more ids than the text has tokens by the document, or fewer than the files have rows."""
-    tokens = _list_token_counts(sidecar_info)
-    ends = [begin + size for layer in sidecar_info.layers for begin, size in layer.text_position_runs]
-    min_ids, max_ids = min(tokens), max(*tokens, *ends, sidecar_info.next_position or 0)  # evicted tokens have ids too
+def check_recorded_provenance(
+    info: CacheInfo,
+    where: str,
+    token_ids: TokenIdsFingerprint | None,
+    model_fingerprint: str | None,
+    error_type: type[KvmnnError] = UnsuitableOptionError,
+) -> None:
+    """Raise an error for token ids or a model that are not those that `info` records; None is not compared."""
+    hint = "; --ignore contradictions (ignore_contradictions=True) takes what was given"
+    _check_property(where, "it", _IDS, info.token_ids, token_ids, error_type, hint)
+    _check_property(where, "it", "model", info.model, model_fingerprint, error_type, hint)
+
+
+def _check_property(
+    where: str,
+    origin: str,
+    name: str,
+    stored_value: _PropertyValue,
+    actual_value: _PropertyValue,
+    error_type: type[KvmnnError],
+    hint: str = "",
+) -> None:
+    if None not in (stored_value, actual_value) and stored_value != actual_value:
+        raise error_type(
+            f"{where}: {origin} says another {name} than was given: {_format_value(stored_value)}, not "
+            f"{_format_value(actual_value)}{hint}"
+        )
+
+
+def check_ids_count(where: str, info: CacheInfo, num_ids: int) -> None:
+    """Raise an error for more ids than the text has tokens by the document `info`, or fewer than there are rows."""
+    tokens = _list_token_counts(info)
+    ends = [begin + size for layer in info.layers for begin, size in layer.text_position_runs]
+    min_ids, max_ids = min(tokens), max(*tokens, *ends, info.next_position or 0)  # evicted tokens have ids too
     if not min_ids <= num_ids <= max_ids:
         expected_text = f"{min_ids} to {max_ids}" if min_ids < max_ids else f"{max_ids}"
         raise UnsuitableOptionError(
-            f"{files.path}: {count_of(num_ids, 'token id')}, but its document says {count_of(max(tokens), 'token')}: "
+            f"{where}: {count_of(num_ids, 'token id')}, but its document says {count_of(max(tokens), 'token')}: "
             f"expected {expected_text}; --ignore contradictions takes all ids"
         )
 
@@ -597,7 +623,7 @@ def _list_token_counts(info: CacheInfo) -> tuple[int, ...]:
     return tuple(layer.tokens for layer in info.layers)
 
 
-def _format_value(value: tuple[int, ...] | TokenIdsFingerprint | str | None) -> str:
+def _format_value(value: _PropertyValue) -> str:
     if isinstance(value, TokenIdsFingerprint):
         return f"{value.count} ids with the SHA-256 {value.sha256[:12]}..."
     if isinstance(value, tuple):

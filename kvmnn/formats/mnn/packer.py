@@ -37,6 +37,7 @@ from ..sidecars import PositionsSidecar, read_positions_by_layer, read_positions
 from .layer_kinds import build_state_file_layers, index_states
 from .model import check_model_agrees, read_model_geometry, try_compute_fingerprint
 from .packed_files import describe_size_mismatch, has_gaps
+from .packed_reader import check_ids_count, check_recorded_provenance
 from .prefix_writer import PackResult, PrefixWriteOptions, build_prefix_info, write_prefix
 from .rope import ModelRope, resolve_rope
 
@@ -219,7 +220,7 @@ def pack(
     rope
         RoPE parameters of K: `kvmnn.Rotary`, or a model that has them. None uses `model`, or a search.
     ignore_contradictions
-        Take a `rope` that K contradicts.
+        Take a `rope` that K contradicts, and `token_ids` and a `model` other than those that `source` records.
     force
         Replace files that exist; the inputs are never replaced.
     progress
@@ -230,8 +231,9 @@ def pack(
     Raises
     ------
     OptionError
-        When the options name no layout or several, no name, another dtype than the arrays have, other tokens, or a
-        model of another geometry; when MNN would not load the files, as layers differ in size.
+        When the options name no layout or several, no name, another dtype than the arrays have, other tokens, a model
+        of another geometry, or another model or text than `source` records; when MNN would not load the files, as
+        layers differ in size.
     IncompleteCacheError
         When the source contains a part of the model's state.
     KvmnnError
@@ -263,10 +265,16 @@ def pack(
         raise OptionError(f"the arrays have {max(token_counts)} tokens, --valid-tokens says {max(expected_tokens)}")
     if token_ids and packed_info is None and token_counts != {token_ids.count}:
         raise OptionError(f"the arrays have {max(token_counts)} tokens, {token_ids.where} has {token_ids.count} ids")
+    model_fingerprint = try_compute_fingerprint(model, notes)
+    if packed_info is not None and not ignore_contradictions:
+        where = " ".join(source.inputs)
+        check_recorded_provenance(packed_info, where, token_ids, model_fingerprint)
+        if token_ids is not None:
+            check_ids_count(where, packed_info, token_ids.count)
     info = replace(
         info,
         token_ids=token_ids or info.token_ids,
-        model=try_compute_fingerprint(model, notes) or info.model,
+        model=model_fingerprint or info.model,
         loss=source.metadata.get(LOSSY_KEY, info.loss),
     )
     if positions is not None:

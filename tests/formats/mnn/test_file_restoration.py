@@ -16,6 +16,7 @@ from engine_client import unpack_fixture
 
 from kvmnn import PackLayout
 from kvmnn.cli import main
+from kvmnn.formats.mnn import compute_fingerprint
 from kvmnn.packed.params import locate_element
 
 GEOMETRY = ("--kv-heads", 2, "--head-dim", 16)
@@ -50,6 +51,39 @@ def test_encode_fresh_prefix_is_verified_without_unused_bytes(prefix, run):
     assert read_files("r") == read_files(prefix)
     assert "is the input itself" in run("decode", "b", "-o", "./b/", "-f", code=1).err
     assert read_files("b") == {}
+
+
+def test_pack_and_store_put_refuse_another_model_or_text_than_frames_record(prefix, run, tmp_path):
+    model, other = unpack_fixture("model", tmp_path / "m"), unpack_fixture("model", tmp_path / "n")
+    weights = Path(other, "llm.mnn.weight")
+    weights.write_bytes(weights.read_bytes()[:-1] + bytes([weights.read_bytes()[-1] ^ 1]))
+    for name, begin in (("ids", 0), ("others", 1)):
+        Path(f"{name}.json").write_text(json.dumps(list(range(begin, begin + 50))))
+    Path("more.json").write_text(json.dumps(list(range(60))))
+    given = ("--model", model, "--token-ids", "ids.json")
+    run("encode", prefix, *FRESH[:-2], *given, "-o", "b/")
+    run("mnn", "unpack", prefix, *FRESH[:-2], *given, "-o", "a.safetensors")
+    for source in ("b", "a.safetensors"):
+        for verb in (("mnn", "pack", source, "-o", "p/"), ("store", "put", "s", source)):
+            for model_given, ids, message in (
+                (other, "ids", "says another model than was given"),
+                (model, "others", "says another sequence of token ids than was given"),
+                (model, "more", "says another sequence of token ids than was given"),
+            ):
+                options = ("--model", model_given, "--token-ids", f"{ids}.json")
+                assert message in run(*verb, *options, code=2).err
+                assert not os.path.exists("p") and not os.path.exists("s")
+    run("mnn", "pack", "b", *given, "-o", "p/")
+    run("mnn", "pack", "b", "--model", other, "-o", "q/", "--ignore", "contradictions")
+    assert json.loads(Path("q/sys.kvmnn.json").read_text())["model"] == compute_fingerprint(other)
+    run("store", "put", "s", "b", *given)
+
+
+def test_pack_refuses_more_token_ids_than_frames_have_tokens(prefix, run):
+    Path("more.json").write_text(json.dumps(list(range(60))))
+    run("encode", prefix, *FRESH, "-o", "b/")
+    error = run("mnn", "pack", "b", "--token-ids", "more.json", "-o", "p/", code=2).err
+    assert "60 token ids, but its document says 50 tokens: expected 50" in error
 
 
 def test_verify_against_other_layers_ends_with_exit_code_1(prefix, run):

@@ -858,9 +858,18 @@ class PrefixStore:
         for name in self._backend.list_sessions():
             with suppress(KvmnnError):  # of a damaged session
                 namespace, session_ids = self._backend.get_session(name)
-                num_common = min(ids.size, session_ids.size)
-                if namespace in namespaces and np.array_equal(ids[:num_common], session_ids[:num_common]):
+                if namespace in namespaces and _have_common_beginning(ids, session_ids):
                     yield name
+
+    def find_session_texts(self, name: str) -> list[StoredText]:
+        """Find the sequences of `ls` that go on from the text of a session, or begin it. Raise as `resume` does."""
+
+        def find_texts() -> list[StoredText]:
+            namespace, ids = self._backend.get_session(name)
+            texts = self._backend.iter_texts()
+            return [text for text in texts if text.namespace == namespace and _have_common_beginning(text.ids, ids)]
+
+        return self._with_retry(find_texts)
 
     def resolve(self, reference: str, *, partial: bool = False) -> StoredText:
         """Return the sequence that a label or a handle names.
@@ -1215,3 +1224,9 @@ class PrefixStore:
             if self._backend.read_only:
                 raise
             return call()
+
+
+def _have_common_beginning(ids: Ids, other_ids: Ids) -> bool:
+    """Return whether one of two sequences begins the other."""
+    num_common = min(ids.size, other_ids.size)
+    return np.array_equal(ids[:num_common], other_ids[:num_common])

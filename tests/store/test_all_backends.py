@@ -551,6 +551,24 @@ def test_delete_names_sessions_that_have_the_ids(url: str) -> None:
         assert store.delete(ids, model=MODEL).sessions == ()
 
 
+def test_find_session_texts_are_those_that_have_its_ids(url: str) -> None:
+    """The text that goes on from its own, or what is left of it; none that parts from it, or of another model."""
+    ids = list(range(100))
+    with PrefixStore(url) as store:
+        put(store, [*ids[:70], *range(300, 330)])
+        store.park("chat", ids, layers_of(ids), model=MODEL)
+        store.put(ids, layers_of(ids), model="another")
+        assert [text.ids.tolist() for text in store.find_session_texts("chat")] == [ids]
+        put(store, [*ids, 7, 8])
+        assert [text.ids.tolist() for text in store.find_session_texts("chat")] == [[*ids, 7, 8]]
+        store.delete([*ids, 7, 8], model=MODEL)
+        assert store.find_session_texts("chat") == []
+        put(store, ids[:8])
+        assert store.match(ids, model=MODEL) == 70
+        with pytest.raises(KvmnnError, match="no session"):
+            store.find_session_texts("gone")
+
+
 def test_ls_counts_namespaces_that_hold_something(url: str) -> None:
     ids = list(range(40))
     with PrefixStore(url, namespace="tenant") as store:
@@ -676,9 +694,10 @@ def test_rm_removes_a_session_that_ls_shows(
     names = ", ".join(sorted(["chat", handle]))
     assert run("store", "ls", url).out.endswith(f"\n2 sessions (store rm STORE NAME removes one): {names}\n")
     assert json.loads(run("store", "ls", url, "--json").out)["sessions"] == sorted(["chat", handle])
-    said = f"removed 0 units, 0 bytes: only the session '{handle}' was removed, with its token ids\n"
-    assert run("store", "rm", url, handle).out == said
+    said = f"removed 0 units, 0 bytes: only the session '{handle}' was removed, with its token ids"
+    assert run("store", "rm", url, handle).out == f"{said}; these texts with K and V of it stay: {handle} (40 tokens)\n"
     assert run("store", "rm", url, "chat").out.endswith("stay in sessions (store rm STORE NAME removes one): chat\n")
-    assert "only the session 'chat' was removed" in run("store", "rm", url, "chat").out
+    said = "removed 0 units, 0 bytes: only the session 'chat' was removed, with its token ids\n"
+    assert run("store", "rm", url, "chat").out == said
     assert run("store", "ls", url).out == "no texts\n"
     run("store", "rm", url, "chat", code=1)

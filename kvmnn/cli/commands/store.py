@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from ...store.results import CleanupResult
 
 _MAX_MODELS_SHOWN = 3
+_MAX_SESSION_TEXTS_SHOWN = 5
 _MAX_LABEL_CHARACTERS, _MAX_LABEL_TOKENS = 40, 24
 _LABEL_BEGINNING_CHARACTERS, _LABEL_END_CHARACTERS = 17, 18
 """Texts with one system prompt differ at their ends."""
@@ -501,12 +502,23 @@ def _choose_model(store: PrefixStore, arguments: argparse.Namespace) -> str:
 
 def _forget_session(store: PrefixStore, name: str) -> CleanupResult | None:
     """Remove the session with this name and return what was done; None where none has it, or a text has it as label."""
-    from ...store.results import CleanupResult
+    from ...errors import KvmnnError
+    from ...store.results import MIN_HANDLE_LETTERS, CleanupResult
 
     if name not in store.sessions() or store.has_label(name):
         return None
+    texts = []
+    with suppress(KvmnnError):  # a damaged session is removed, too
+        texts = store.find_session_texts(name)
     store.forget(name)
-    return CleanupResult(kept=f"only the session {repr_short(name)} was removed, with its token ids")
+    names = [
+        f"{text.key.hex()[:MIN_HANDLE_LETTERS]} ({pluralize(text.ids.size, 'token')})"
+        for text in texts[:_MAX_SESSION_TEXTS_SHOWN]
+    ]
+    names += ["..."] if len(texts) > len(names) else []
+    reason = f"only the session {repr_short(name)} was removed, with its token ids"
+    reason += f"; these texts with K and V of it stay: {', '.join(names)}" if names else ""
+    return CleanupResult(kept=reason)
 
 
 def _run_remove(store: PrefixStore, arguments: argparse.Namespace) -> tuple[CommandResult, int]:

@@ -194,7 +194,8 @@ def test_encode_unknown_predictor_is_refused(here, run, part):
 
 def test_encode_separate_predictors_for_keys_and_values(here, run):
     run("encode", "both.npz", "-o", "out", "--predictors", "k:xor_seq", "--predictors", "v:delta_seq")
-    both = np.load("both.npz")
+    with np.load("both.npz") as archive:
+        both = dict(archive)
     assert Path("out/k.frame").read_bytes() == kvmnn.encode(both["k"], predictors="xor_seq")
     assert Path("out/v.frame").read_bytes() == kvmnn.encode(both["v"], predictors="delta_seq")
     assert json.loads(Path("out/manifest.json").read_text())["predictors"] == ["delta_seq", "xor_seq"]

@@ -589,7 +589,7 @@ def test_packed_int8_cache_is_read_with_a_note(tmp_path, monkeypatch, run, int8)
     incomplete = "  incomplete: K lacks a constant for each channel"
     assert incomplete in said.out
     assert ("values: rounded to 256 steps" in said.err) == (int8 == "both")
-    found = np.load("a.npz")
+    found = dict(np.load("a.npz"))
     for part, expected in zip(("key", "value"), cache.to_arrays(), strict=True):
         np.testing.assert_array_equal(found[f"layer_0.{part}"], expected)
     # Frames keep the words, not the codes: neither verb may call that lossless.

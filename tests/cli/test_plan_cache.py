@@ -37,7 +37,7 @@ def test_plan_cache_compacts_a_prefix(here, run, spec, planned):
     assert "LOSSY" in said.out and "--reserve" in said.out
     run("mnn", "compact", "sys/", "--plan", "plan.json", "-o", "small/")
     run("mnn", "unpack", "small/", "-o", "small.npz")
-    small = np.load("small.npz")
+    small = dict(np.load("small.npz"))
     policy = create_policy(spec.partition(":")[0], **(
         {"sink": 4, "budget": 16} if spec.startswith("s") else {"keep_ratio": 0.3, "skip_layers": (1,)}
     ))  # fmt: skip

@@ -592,7 +592,7 @@ def test_encode_dense_adapt_learns_tables_in_the_cache(run, work, tmp_path) -> N
     (info,) = json.loads(run("inspect", tmp_path / "s", "--json").out)["inputs"]
     assert info["profile_bytes"] == document["profile_bytes"]
     run("decode", tmp_path / "s", "-o", tmp_path / "back.npz")
-    back = np.load(tmp_path / "back.npz")
+    back = dict(np.load(tmp_path / "back.npz"))
     assert all(np.array_equal(back[name], array) for name, array in arrays.items())
     assert "every byte" in run("verify", tmp_path / "s", "--against", tmp_path / "kv.npz").out
     assert "equal" in run("diff", tmp_path / "s", tmp_path / "d").out

@@ -110,7 +110,7 @@ def test_replay_of_a_part_of_a_cache_says_what_is_missing(cache: Path, tmp_path:
 
 
 def test_replay_of_lossy_keys_and_values_is_a_copy_of_these(cache: Path, tmp_path: Path, run: Any) -> None:
-    arrays = np.load(cache)
+    arrays = dict(np.load(cache))
     tensors = {part: ("F16", list(arrays[part].shape), arrays[part].tobytes()) for part in arrays}
     metadata = {"kvmnn.lossy": "quantised to q8_0"}
     (tmp_path / "cast.safetensors").write_bytes(safetensors(Random(0), tensors, metadata))

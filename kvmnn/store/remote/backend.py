@@ -677,14 +677,14 @@ class RemoteBackendBase:
         return [record for _, record in self.iter_records() if record is not None]
 
     def delete_unless_pinned(
-        self, records: Sequence[UnitRecord], known_pins: Collection[str], extra_names: Sequence[str] = ()
+        self, records: Sequence[UnitRecord], expected_pins: Collection[str], extra_names: Sequence[str] = ()
     ) -> bool:
-        """Delete units and their records, and `extra_names`, unless the pins are others than `known_pins`.
+        """Delete units and their records, and `extra_names`, unless the pins are others than `expected_pins`.
 
         Returns whether it did.
         """
         names = [*self._list_all_names(records), *extra_names]
-        if not self.key_values.delete_if_unchanged(names, "pins", set(known_pins)):
+        if not self.key_values.delete_if_unchanged(names, "pins", set(expected_pins)):
             return False
         for record in records:
             self._memory_cache.evict(record.unit)
